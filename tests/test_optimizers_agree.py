@@ -34,6 +34,8 @@ GROUPS = (
 MUON = OptimConfig(rule="muon")
 BY_HEAD = OptimConfig(rule="muon", groups=GROUPS, muon=MuonConfig(heads="each", newton_schulz="polar_express"))
 ADAMW = OptimConfig(groups=(*GROUPS, "head.*: frozen", "embedding.weight: frozen"))
+IN_BACKWARD = OptimConfig(when="backward", clip_by="previous", groups=GROUPS[:2])
+ON_HOST = OptimConfig(states="host", groups=("*.norm.weight: frozen",))
 FROZEN_START = OptimConfig(rule="muon", groups=("embedding.*: frozen", "blocks.0.*: frozen"))
 
 PLAIN = PipelineConfig()
@@ -43,6 +45,8 @@ CASES = [
     (ParallelConfig(tp=2, cp=2, ep=2, etp=2), PLAIN, MUON),
     (ParallelConfig(tp=2, etp=4), PLAIN, BY_HEAD),
     (ParallelConfig(tp=2, cp=2), PLAIN, ADAMW),
+    (ParallelConfig(ep=4), PLAIN, IN_BACKWARD),
+    (ParallelConfig(tp=2, ep=2), PLAIN, ON_HOST),
     (ParallelConfig(pp=2, tp=2, etp=2), PLAIN, MUON),
     (ParallelConfig(pp=2, ep=2), PipelineConfig(schedule="interleaved", vpp=2), BY_HEAD),
     (ParallelConfig(pp=4), PipelineConfig(schedule="zb_h1"), FROZEN_START),

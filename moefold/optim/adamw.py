@@ -1,37 +1,69 @@
-"""AdamW as a rule: two moments for every element, fp32 main weights beside a model in lower precision."""
+"""AdamW as a rule: two moments for every element, each in a type of its own (optim/moments.py), and fp32 main weights
+beside a model in lower precision, or none: bf16 weights are then rounded stochastically."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from moefold.comm.host_copies import ToHost
 from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.optimizer.adamw import adamw
+from moefold.kernels.optimizer.adamw import adamw, adamw_fused
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
-from moefold.optim.block_copies import parts_to_update
-from moefold.optim.rule import BucketShare, stochastic_rounding_seed
-from moefold.shard.storage import FusedOperands
+from moefold.optim.block_copies import PartToUpdate, parts_to_update
+from moefold.optim.host_states import (
+    CHUNK_ELEMENTS,
+    Chunk,
+    HostStream,
+    chunk_windows,
+    empty_on_host,
+    moment_on_host,
+    pinned_copy,
+)
+from moefold.optim.moments import BlockMoment, CodesAndScales, Moment, codes_and_scales, new_moment
+from moefold.optim.rule import (
+    BucketShare,
+    RuleState,
+    StateKinds,
+    StepNumbers,
+    stochastic_rounding_seed,
+    weight_decay_of,
+)
+from moefold.shard.storage import FusedOperands, WeightStorage
+
+
+class UpdateNumbers(NamedTuple):
+    """What an update reads besides the tensors of a share, in the order of the op `adamw`."""
+
+    scale: Tensor
+    scalars: Tensor
+    options: AdamWOptions
 
 
 class AdamW:
-    kinds: tuple[str, ...] = ("mean", "mean_square")
+    kinds: StateKinds = ("mean", "mean_square")
     whole = False
 
     def __init__(self, group: OptimizerGroup, optim: OptimConfig, kernels: BoundKernels):
         common = (optim.beta1, optim.beta2)
         beta1, beta2 = group.betas or common
-        eps = optim.eps if group.eps is None else group.eps
-        decay = optim.weight_decay if group.decay is None else group.decay
-        stochastic = (optim.moments, optim.rounding) == ("bf16", "stochastic")
+        eps = optim.eps
+        if group.eps is not None:
+            eps = group.eps
+        decay = weight_decay_of(group, optim)
+        stochastic = optim.rounding == "stochastic"
         self.options = AdamWOptions(beta1, beta2, eps, decay, stochastic)
-        self.bf16_moments = optim.moments == "bf16"
+        self.moments = moment_types(optim)
         self.adamw = kernels[adamw]
         self.adamw_blocks = kernels[adamw_blocks]
+        self.states_on_host = optim.states == "host"
+        self.updates_on_host = optim.update == "host"
+        self.host_stream: HostStream | None = None
 
     def options_of(self, share: BucketShare) -> AdamWOptions:
         """The options of a bucket: norms and biases do not decay."""
@@ -39,33 +71,190 @@ class AdamW:
             return self.options
         return self.options._replace(decay=0.0)
 
-    def state(self, share: BucketShare) -> dict[str, Tensor]:
-        dtype = torch.bfloat16 if self.bf16_moments else share.wide_dtype
-        mean = torch.zeros_like(share.weights, dtype=dtype)
-        mean_square = torch.zeros_like(mean)
-        return {"mean": mean, "mean_square": mean_square}
+    def state(self, share: BucketShare) -> RuleState:
+        weights = share.weights
+        wide = share.wide_dtype
+        first, second = self.moments
+        state: RuleState = {}
+        state["mean"] = new_moment(first, weights, wide, is_second=False)
+        state["mean_square"] = new_moment(second, weights, wide, is_second=True)
+        return state
 
-    def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+    def step_numbers(self, share: BucketShare, step: int, lr: float) -> StepNumbers:
         options = self.options_of(share)
         seed = stochastic_rounding_seed(step, share.number)
         return adamw_scalars(step, lr, options, seed)
 
+    def move_states(self, share: BucketShare) -> None:
+        if not self.states_on_host:
+            return
+        for kind, moment in share.state.items():
+            share.state[kind] = moment_on_host(moment)
+        share.storage.move_main_weights(pinned_copy)
+        if self.host_stream is None:
+            device = share.weights.device
+            self.host_stream = HostStream(device)
+
+    def settle(self) -> None:
+        if self.host_stream is not None:
+            self.host_stream.settle()
+
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
+        options = self.options_of(share)
+        numbers = UpdateNumbers(scale, scalars, options)
+        if self.updates_on_host:
+            self.update_on_host(share, numbers)
+        elif self.host_stream is not None:
+            self.update_visiting_states(share, self.host_stream, numbers)
+        else:
+            self.update_in_place(share, numbers)
+
+    def update_visiting_states(self, share: BucketShare, stream: HostStream, numbers: UpdateNumbers) -> None:
+        """Update chunk by chunk; states are copied to the device and back."""
+        main, weights = operands_in_parts(share)
+        gradient = share.gradient
+        device = share.weights.device
+        main_visits = main.device != device or device.type == "cpu"
+        main_on_host = main if main_visits else None
+        size = len(main)
+        windows = chunk_windows(size, CHUNK_ELEMENTS)
+        chunks: list[Chunk] = []
+        for window in windows:
+            chunk = host_tensors(share, window, main_on_host)
+            chunks.append(chunk)
+
+        def update_chunk(number: int, tensors: list[Tensor]) -> None:
+            window = windows[number]
+            rest = iter(tensors)
+            part = next(rest) if main_visits else main[window]
+            mean = next_moment(share.state["mean"], rest)
+            square = next_moment(share.state["mean_square"], rest)
+            beside = window_of(weights, window)
+            first = first_element(share, window)
+            operands = (part, gradient[window], mean.codes, square.codes, beside)
+            self.adamw(*operands, *numbers, first, mean.scales, square.scales)
+
+        stream.visit(chunks, update_chunk)
+
+    def update_on_host(self, share: BucketShare, numbers: UpdateNumbers) -> None:
+        """Update on the CPU: gradients come from the device chunk by chunk, the next while one is used, and weights go
+        back. Waits for the device."""
+        main, weights = operands_in_parts(share)
+        scale = numbers.scale.cpu()
+        if not scale.isfinite():
+            return
+        scalars = numbers.scalars.cpu()
+        gradient = share.gradient
+        means = share.state["mean"]
+        squares = share.state["mean_square"]
+        size = len(main)
+        windows = chunk_windows(size, CHUNK_ELEMENTS)
+        next_windows = iter(windows)
+        first_window = next(next_windows)
+        arriving = ToHost(gradient[first_window])
+        for window in windows:
+            g = arriving.read()
+            next_window = next(next_windows, None)
+            if next_window is not None:
+                arriving = ToHost(gradient[next_window])
+            mean = codes_and_scales(means, window)
+            square = codes_and_scales(squares, window)
+            beside = window_of(weights, window)
+            rounded = None
+            if beside is not None:
+                rounded = empty_on_host(beside)
+            operands = (main[window], g, mean.codes, square.codes, rounded)
+            adamw_fused(*operands, scale, scalars, numbers.options)
+            if beside is not None and rounded is not None:
+                beside.copy_(rounded, non_blocking=True)
+
+    def update_in_place(self, share: BucketShare, numbers: UpdateNumbers) -> None:
         storage = share.storage
         fused = storage.fused_operands()
-        main, weights = fused or FusedOperands(storage.main_values(), None)
+        main, weights = fused or main_values_alone(storage)
         gradient = share.gradient
-        mean = share.state["mean"]
-        mean_square = share.state["mean_square"]
-        numbers = (scale, scalars, self.options_of(share))
-        whole = slice(0, len(main))
-        parts = parts_to_update(share) if fused else [(whole, None)]
+        means = share.state["mean"]
+        squares = share.state["mean_square"]
+        dtype = share.weights.dtype
+        can_fuse = fused is not None
+        parts = self.parts_of(share, can_fuse)
         for window, copy in parts:
-            part = (main[window], gradient[window], mean[window], mean_square[window])
-            beside = None if weights is None else weights[window]
+            mean = codes_and_scales(means, window)
+            square = codes_and_scales(squares, window)
+            beside = window_of(weights, window)
+            first = first_element(share, window)
+            operands = (main[window], gradient[window], mean.codes, square.codes, beside)
             if copy is None:
-                self.adamw(*part, beside, *numbers, window.start)
+                self.adamw(*operands, *numbers, first, mean.scales, square.scales)
             else:
-                self.adamw_blocks(*part, beside, *numbers, window.start, *copy.tensors, copy.rule, share.weights.dtype)
+                self.adamw_blocks(*operands, *numbers, first, *copy.tensors, copy.rule, dtype)
         if fused is None:
             storage.refresh_weights(main)
+
+    def parts_of(self, share: BucketShare, can_fuse: bool) -> Iterable[PartToUpdate]:
+        """Windows of the share, with the FP8 copies that the update writes: none where moments have blocks."""
+        moments = share.state.values()
+        has_blocks = any(isinstance(moment, BlockMoment) for moment in moments)
+        if can_fuse and not has_blocks:
+            return parts_to_update(share)
+        size = len(share.weights)
+        whole = slice(0, size)
+        return [(whole, None)]
+
+
+def operands_in_parts(share: BucketShare) -> FusedOperands:
+    """Main weights, and the model's weights where these are others, of a share that is updated in parts."""
+    fused = share.storage.fused_operands()
+    assert fused is not None, "weights that cannot be updated in parts"
+    return fused
+
+
+def main_values_alone(storage: WeightStorage) -> FusedOperands:
+    """Main weights that are stored by `refresh_weights`, once they are updated."""
+    main = storage.main_values()
+    return FusedOperands(main, None)
+
+
+def window_of(weights: Tensor | None, window: slice) -> Tensor | None:
+    if weights is None:
+        return None
+    return weights[window]
+
+
+def first_element(share: BucketShare, window: slice) -> int:
+    """The number of a window's first element in the bucket, so that rounding does not depend on the number of
+    shares."""
+    first_of_share = share.bucket.share.start
+    return first_of_share + window.start
+
+
+def host_tensors(share: BucketShare, window: slice, main: Tensor | None) -> list[Tensor]:
+    """The tensors of a window that lie in host memory: main weights, if there are any, and moments with scales."""
+    tensors: list[Tensor] = []
+    if main is not None:
+        tensors.append(main[window])
+    for kind in AdamW.kinds:
+        moment = share.state[kind]
+        codes, scales = codes_and_scales(moment, window)
+        tensors.append(codes)
+        if scales is not None:
+            tensors.append(scales)
+    return tensors
+
+
+def next_moment(moment: Moment, tensors: Iterator[Tensor]) -> CodesAndScales:
+    """A moment's next tensors, in the order of `host_tensors`."""
+    codes = next(tensors)
+    scales = None
+    if isinstance(moment, BlockMoment):
+        scales = next(tensors)
+    return CodesAndScales(codes, scales)
+
+
+def moment_types(optim: OptimConfig) -> tuple[str, str]:
+    """The types of the first and of the second moment."""
+    first = optim.moments
+    second = optim.second_moment
+    if second == "as_first":
+        return first, first
+    return first, second

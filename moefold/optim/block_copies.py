@@ -53,7 +53,9 @@ def parts_to_update(share: BucketShare) -> Iterator[PartToUpdate]:
 def block_copy_of(share: BucketShare, piece: BucketPiece) -> BlockCopy | None:
     """The copy of a weight that the update of its piece writes."""
     weight = piece.parameter.tensor
-    if piece.last - piece.first < weight.numel() or gathers_copies(share):
+    size = piece.last - piece.first
+    is_cut = size < weight.numel()
+    if is_cut or gathers_copies(share):
         return None
     found = copy_to_rewrite(weight, has_block_scales)
     if found is None:
@@ -64,7 +66,8 @@ def block_copy_of(share: BucketShare, piece: BucketPiece) -> BlockCopy | None:
 
 def gathers_copies(share: BucketShare) -> bool:
     """Whether replicas exchange the copies themselves, and not weights."""
-    return share.bucket.key.format is not None and share.bucket.replicas.size > 1
+    bucket = share.bucket
+    return bucket.key.format is not None and bucket.replicas.size > 1
 
 
 def has_block_scales(format: Hashable) -> bool:

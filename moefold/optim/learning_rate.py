@@ -19,15 +19,18 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
         angle = math.pi * progress
         shape = (1 + math.cos(angle)) / 2
     falling = 1 - optim.final_lr
-    return optim.lr * (optim.final_lr + falling * shape)
+    share = optim.final_lr + falling * shape
+    return optim.lr * share
 
 
 def decay_progress(step: int, steps: int, optim: OptimConfig) -> float:
     """How far the decay has come: 0 where it begins, 1 at the last step."""
     begin = optim.warmup
     if optim.decay == "wsd":
-        begin = max(begin, steps * (1 - optim.decay_share))
+        constant_share = 1 - optim.decay_share
+        begin = max(begin, steps * constant_share)
     if steps <= begin:
         return 1.0
-    progress = (step - begin) / (steps - begin)
+    length = steps - begin
+    progress = (step - begin) / length
     return min(1.0, max(0.0, progress))

@@ -10,8 +10,9 @@ matrices whole, in one all-to-all, and sends the parts of the results back in an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
@@ -22,8 +23,11 @@ from moefold.layout.axes import Axis
 from moefold.layout.declare import MatrixShape
 
 MatrixCost = Callable[[MatrixShape], float]
-TensorsByRank = list[list[Tensor]]
-ShapesByRank = list[list[Sequence[int]]]
+MatrixFunction = Callable[[Tensor], Tensor]
+Tensors = tuple[Tensor, ...]
+TensorsByRank = list[Tensors]
+Shape = tuple[int, ...]
+ShapesByRank = list[list[Shape]]
 
 
 @dataclass(frozen=True)
@@ -39,96 +43,143 @@ class MatrixBatch:
     def __len__(self) -> int:
         return len(self.parts_NRC)
 
+    def part_shape(self, count: int) -> Shape:
+        """The shape of this rank's parts of so many matrices."""
+        part = self.parts_NRC.shape[1:]
+        return (count, *part)
 
-def map_whole_matrices(
-    batches: Sequence[MatrixBatch], cost: MatrixCost, function: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
+
+Batches = Sequence[MatrixBatch]
+SpreadBatch = tuple[MatrixBatch, list[int]]  # with the number of matrices that each rank gets
+
+
+def map_whole_matrices(batches: Batches, cost: MatrixCost, function: MatrixFunction) -> list[Tensor]:
     """The function of whole matrices, applied to each batch: this rank's parts of the results. The work on matrices
     that are cut is shared by the ranks that hold parts, balanced by `cost`."""
     cut = [batch for batch in batches if batch.axis is not None]
     exchange = MatrixExchange(cut, cost)
     whole = exchange.gather()
     results = [function(x_NRC) for x_NRC in whole]
-    parts_of_cut = iter(exchange.scatter(results))
+    parts_of_cut = exchange.scatter(results)
+    next_cut = iter(parts_of_cut)
     parts: list[Tensor] = []
     for batch in batches:
-        parts.append(function(batch.parts_NRC) if batch.axis is None else next(parts_of_cut))
+        if batch.axis is None:
+            part = function(batch.parts_NRC)
+        else:
+            part = next(next_cut)
+        parts.append(part)
     return parts
 
 
 class MatrixExchange:
-    """The exchange of matrices that one axis cuts. `counts` has for each batch the number of its matrices that each
+    """The exchange of matrices that one axis cuts. `spread` has each batch with the number of its matrices that each
     rank gets."""
 
-    def __init__(self, batches: Sequence[MatrixBatch], cost: MatrixCost):
+    def __init__(self, batches: Batches, cost: MatrixCost):
         self.batches = batches
-        self.axis = next((batch.axis for batch in batches if batch.axis), Axis("alone"))
-        self.counts = spread_matrices(batches, cost, self.axis.size)
+        self.axis = Axis("alone")
+        for batch in batches:
+            if batch.axis is not None:
+                self.axis = batch.axis
+        ranks = self.axis.size
+        self.spread = spread_matrices(batches, cost, ranks)
 
     def gather(self) -> list[Tensor]:
         """This rank's matrices of each batch, whole."""
-        split = [batch.parts_NRC.split(counts) for batch, counts in self.counted_batches()]
-        mine = [self.part_shape(batch, counts[self.axis.index]) for batch, counts in self.counted_batches()]
-        from_each = self.exchange(by_rank(split), [mine] * self.axis.size)
-        joined = zip(self.batches, by_batch(from_each), strict=True)
-        return [torch.cat(parts, batch.dim) for batch, parts in joined]
+        split: list[Tensors] = []
+        for batch, counts in self.spread:
+            parts_by_rank = batch.parts_NRC.split(counts)
+            split.append(parts_by_rank)
+        mine = self.shapes_of_rank(self.axis.index)
+        wanted = [mine] * self.axis.size
+        to_each = transposed(split)
+        from_each = self.exchange(to_each, wanted)
+        by_batch = transposed(from_each)
+        whole: list[Tensor] = []
+        for batch, parts in zip(self.batches, by_batch, strict=True):
+            whole_NRC = torch.cat(parts, batch.dim)
+            whole.append(whole_NRC)
+        return whole
 
     def scatter(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of all matrices of each batch, from results of the shape that `gather` gave."""
-        ranks = range(self.axis.size)
-        results = zip(self.batches, whole, strict=True)
-        split = [x_NRC.chunk(self.axis.size, batch.dim) for batch, x_NRC in results]
-        wanted: ShapesByRank = []
-        for rank in ranks:
-            wanted.append([self.part_shape(batch, counts[rank]) for batch, counts in self.counted_batches()])
-        from_each = self.exchange(by_rank(split), wanted)
-        return [torch.cat(parts) for parts in by_batch(from_each)]
+        ranks = self.axis.size
+        split: list[Tensors] = []
+        for batch, x_NRC in zip(self.batches, whole, strict=True):
+            parts_by_rank = x_NRC.chunk(ranks, batch.dim)
+            split.append(parts_by_rank)
+        every_rank = range(ranks)
+        wanted = [*map(self.shapes_of_rank, every_rank)]
+        to_each = transposed(split)
+        from_each = self.exchange(to_each, wanted)
+        by_batch = transposed(from_each)
+        return [torch.cat(parts) for parts in by_batch]
 
-    def counted_batches(self) -> Iterator[tuple[MatrixBatch, list[int]]]:
-        return zip(self.batches, self.counts, strict=True)
-
-    def part_shape(self, batch: MatrixBatch, count: int) -> Sequence[int]:
-        return (count, *batch.parts_NRC.shape[1:])
+    def shapes_of_rank(self, rank: int) -> list[Shape]:
+        """The shapes of this rank's parts of the matrices that a rank gets, by batch."""
+        shapes: list[Shape] = []
+        for batch, counts in self.spread:
+            shape = batch.part_shape(counts[rank])
+            shapes.append(shape)
+        return shapes
 
     def exchange(self, sent: TensorsByRank, wanted: ShapesByRank) -> TensorsByRank:
         """Tensors to each rank, and tensors of the wanted shapes from each rank, in one all-to-all."""
         if not self.batches:
-            return [[]]
-        flat = torch.cat([tensor.flatten() for tensors in sent for tensor in tensors])
-        send = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        receive = [sum(map(prod, shapes)) for shapes in wanted]
+            return [()]
+        all_sent = chain.from_iterable(sent)
+        flat = torch.cat([tensor.flatten() for tensor in all_sent])
+        send = [count_elements(tensors) for tensors in sent]
+        receive = [elements_in(shapes) for shapes in wanted]
         arrived = all_to_all_no_grad(flat, send, receive, self.axis, "matrices")
-        from_each = arrived.split(receive)
-        return [unpack_tensors(part, shapes) for part, shapes in zip(from_each, wanted, strict=True)]
+        parts = arrived.split(receive)
+        from_each: TensorsByRank = []
+        for part, shapes in zip(parts, wanted, strict=True):
+            tensors = unpack_tensors(part, shapes)
+            from_each.append(tensors)
+        return from_each
 
 
-def spread_matrices(batches: Sequence[MatrixBatch], cost: MatrixCost, ranks: int) -> list[list[int]]:
+def spread_matrices(batches: Batches, cost: MatrixCost, ranks: int) -> list[SpreadBatch]:
     """How many matrices of each batch each rank gets: equally many, and the rest to the ranks of least cost so far."""
     loads = [0.0] * ranks
-    counts_of_batches: list[list[int]] = []
+    spread: list[SpreadBatch] = []
     for batch in batches:
-        each, rest = divmod(len(batch), ranks)
-        of_least_cost = sorted(range(ranks), key=loads.__getitem__)
+        matrices = len(batch)
+        each, rest = divmod(matrices, ranks)
         counts = [each] * ranks
-        for rank in of_least_cost[:rest]:
+        by_load = [*range(ranks)]
+        by_load.sort(key=loads.__getitem__)
+        for rank in by_load[:rest]:
             counts[rank] += 1
         matrix_cost = cost(batch.whole)
-        loads = [load + count * matrix_cost for load, count in zip(loads, counts, strict=True)]
-        counts_of_batches.append(counts)
-    return counts_of_batches
+        for rank, count in enumerate(counts):
+            loads[rank] += count * matrix_cost
+        spread.append((batch, counts))
+    return spread
 
 
-def unpack_tensors(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def count_elements(tensors: Tensors) -> int:
+    sizes = [tensor.numel() for tensor in tensors]
+    return sum(sizes)
+
+
+def elements_in(shapes: list[Shape]) -> int:
+    sizes = map(prod, shapes)
+    return sum(sizes)
+
+
+def unpack_tensors(flat: Tensor, shapes: list[Shape]) -> Tensors:
     sizes = [prod(shape) for shape in shapes]
     parts = flat.split(sizes)
-    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    tensors: list[Tensor] = []
+    for part, shape in zip(parts, shapes, strict=True):
+        tensor = part.view(shape)
+        tensors.append(tensor)
+    return tuple(tensors)
 
 
-def by_rank(of_batches: Iterable[Sequence[Tensor]]) -> TensorsByRank:
-    """Tensors by rank, of tensors by batch and rank."""
-    return [list(tensors) for tensors in zip(*of_batches, strict=True)]
-
-
-def by_batch(of_ranks: TensorsByRank) -> TensorsByRank:
-    """Tensors by batch, of tensors by rank and batch."""
-    return [list(tensors) for tensors in zip(*of_ranks, strict=True)]
+def transposed(tensors: list[Tensors]) -> list[Tensors]:
+    """Tensors by rank and batch, of tensors by batch and rank, and the other way round."""
+    return list(zip(*tensors, strict=True))

@@ -10,7 +10,8 @@ biases, embedding and head are left to AdamW (optim/parameter_groups.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,14 @@ from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.layout.declare import DeclaredParameter, MatrixShape
 from moefold.optim.matrix_batches import MatrixBatch, map_whole_matrices
-from moefold.optim.rule import BucketShare, stochastic_rounding_seed
+from moefold.optim.rule import (
+    BucketShare,
+    RuleState,
+    StateKinds,
+    StepNumbers,
+    stochastic_rounding_seed,
+    weight_decay_of,
+)
 
 
 class MuonScalars(NamedTuple):
@@ -35,38 +43,50 @@ class MuonScalars(NamedTuple):
     seed: float  # of stochastic rounding, a whole number below 2^31
 
 
-MUON_SCALES: dict[str, Callable[[int, int], float]] = {
+SEED = MuonScalars._fields.index("seed")
+
+MatrixScale = Callable[[int, int], float]  # of rows and columns
+MUON_SCALES: dict[str, MatrixScale] = {
     "moonlight": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
     "none": lambda rows, columns: 1.0,
 }
 
 
+DIRECTION_DTYPES = {torch.float16: torch.bfloat16}  # gradients without their loss scale are too small for fp16
+
+
 class Muon:
-    kinds: tuple[str, ...] = ("momentum",)
+    kinds: StateKinds = ("momentum",)
     whole = True
 
     def __init__(self, group: OptimizerGroup, optim: OptimConfig, kernels: BoundKernels):
         muon = optim.muon
-        self.momentum = group.betas[0] if group.betas else muon.momentum
+        self.momentum = muon.momentum
+        if group.betas:
+            self.momentum, _ = group.betas
         self.nesterov = muon.nesterov
-        self.decay = optim.weight_decay if group.decay is None else group.decay
+        self.decay = weight_decay_of(group, optim)
         self.steps = muon.steps
-        self.coefficients = newton_schulz_coefficients(muon.newton_schulz, muon.steps)
+        name = muon.newton_schulz
+        self.coefficients = newton_schulz_coefficients(name, muon.steps)
         self.scale_of = MUON_SCALES[muon.scale]
         self.by_head = muon.heads == "each"
         self.bf16_momentum = optim.moments == "bf16"
-        self.stochastic = (optim.moments, optim.rounding) == ("bf16", "stochastic")
+        rounds_stochastically = optim.rounding == "stochastic"
+        self.stochastic = self.bf16_momentum and rounds_stochastically
         self.newton_schulz = kernels[newton_schulz]
 
     def matrix_cost(self, parameter: DeclaredParameter) -> float:
         """Floating-point operations of a parameter's update, over all ranks that hold parts of its matrices."""
         matrix = self.matrix_of(parameter)
-        count = parameter.tensor.numel() / (matrix[0] * matrix[1])
+        elements = parameter.tensor.numel()
+        count = elements / prod(matrix)
         return count * self.flops(matrix)
 
     def flops(self, matrix: MatrixShape) -> float:
-        return newton_schulz_flops(*matrix, self.steps)
+        rows, columns = matrix
+        return newton_schulz_flops(rows, columns, self.steps)
 
     def matrix_of(self, parameter: DeclaredParameter) -> MatrixShape:
         """The whole matrix that is orthogonalised."""
@@ -79,64 +99,82 @@ class Muon:
         return matrix
 
     def takes_heads(self, parameter: DeclaredParameter) -> bool:
-        return self.by_head and parameter.declaration.rows == "heads"
+        if not self.by_head:
+            return False
+        return parameter.declaration.rows == "heads"
 
-    def state(self, share: BucketShare) -> dict[str, Tensor]:
-        dtype = torch.bfloat16 if self.bf16_momentum else share.wide_dtype
-        return {"momentum": torch.zeros_like(share.weights, dtype=dtype)}
+    def state(self, share: BucketShare) -> RuleState:
+        dtype = share.wide_dtype
+        if self.bf16_momentum:
+            dtype = torch.bfloat16
+        momentum = torch.zeros_like(share.weights, dtype=dtype)
+        return {"momentum": momentum}
 
-    def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+    def step_numbers(self, share: BucketShare, step: int, lr: float) -> StepNumbers:
         seed = stochastic_rounding_seed(step, share.number)
-        return MuonScalars(lr, 1 - lr * self.decay, seed)
+        keep = 1 - lr * self.decay
+        return MuonScalars(lr, keep, seed)
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         main = share.storage.main_values()
         is_finite = scale.isfinite()
-        direction = self.next_direction(share, scale, scalars, main.dtype)
+        seed = scalars[SEED].to(torch.int64)
+        direction = self.next_direction(share, scale, seed, main.dtype)
         # A direction of zeros moves nothing: Newton-Schulz of zeros is zeros.
-        direction = direction.where(is_finite, 0).to(share.weights.dtype)
+        direction = direction.where(is_finite, 0)
+        dtype = share.weights.dtype
+        direction_dtype = DIRECTION_DTYPES.get(dtype, dtype)
+        direction = direction.to(direction_dtype)
         batches = list(self.batches(share, direction))
         orthogonal = map_whole_matrices(batches, self.flops, self.orthogonalise)
         lr, keep = scalars[:2].to(main.dtype)
-        keep = keep.where(is_finite, 1)
-        views = share.matrices(main)
-        for (_, weights), batch, step in zip(views, batches, orthogonal, strict=True):
-            factor = lr * self.scale_of(*batch.whole)
-            weights.mul_(keep)
+        sound_keep = keep.where(is_finite, 1)
+        views = [view for _, view in share.matrices(main)]
+        for weights, batch, step in zip(views, batches, orthogonal, strict=True):
+            rows, columns = batch.whole
+            factor = lr * self.scale_of(rows, columns)
+            weights.mul_(sound_keep)
             weights.sub_(step.view_as(weights) * factor)
-        share.storage.refresh_weights(main)
+        share.storage.refresh_weights(main, seed)
 
-    def next_direction(self, share: BucketShare, scale: Tensor, scalars: Tensor, dtype: torch.dtype) -> Tensor:
+    def next_direction(self, share: BucketShare, scale: Tensor, seed: Tensor, dtype: torch.dtype) -> Tensor:
         """Update the momentum, unless the scale is not finite, and return the direction of the step."""
         kept = share.state["momentum"]
+        assert isinstance(kept, Tensor), "momentum has no blocks"
         gradient = scaled_gradient(share.gradient, scale, dtype)
-        momentum = kept.to(dtype).lerp(gradient, 1 - self.momentum)
-        direction = gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
-        rounded = self.rounded_momentum(momentum, kept, scalars)
-        kept.copy_(rounded.where(scale.isfinite(), kept))
-        return direction
+        momentum = kept.to(dtype)
+        momentum = momentum.lerp(gradient, 1 - self.momentum)
+        rounded = self.rounded_momentum(momentum, kept.dtype, seed)
+        is_finite = scale.isfinite()
+        kept.copy_(rounded.where(is_finite, kept))
+        if self.nesterov:
+            return gradient.lerp(momentum, self.momentum)
+        return momentum
 
-    def rounded_momentum(self, momentum: Tensor, kept: Tensor, scalars: Tensor) -> Tensor:
+    def rounded_momentum(self, momentum: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:
         """The momentum in the dtype in which it is kept."""
         if self.stochastic:
-            seed = scalars[MuonScalars._fields.index("seed")].to(torch.int64)
-            random_bits = hashed_random_bits(0, len(momentum), seed, momentum.device)
-            momentum = stochastic_round(momentum, kept.dtype, random_bits & 0xFFFF)
-        return round_to_nearest(momentum, kept.dtype)
+            size = len(momentum)
+            hashed = hashed_random_bits(0, size, seed, momentum.device)
+            random_bits = hashed & 0xFFFF
+            momentum = stochastic_round(momentum, dtype, random_bits)
+        return round_to_nearest(momentum, dtype)
 
     def batches(self, share: BucketShare, direction: Tensor) -> Iterator[MatrixBatch]:
         """The matrices of each parameter in the share, as Newton-Schulz takes them."""
         axis = share.bucket.matrix_parts
+        is_alone = axis is None or axis.size == 1
         for parameter, view_NRC in share.matrices(direction):
             whole = self.matrix_of(parameter)
             cut = parameter.declaration.matrix_cut
             if self.takes_heads(parameter):
                 heads_NRC = view_NRC.reshape(-1, *whole)  # tp cuts between heads
                 yield MatrixBatch(heads_NRC, whole)
-            elif cut is None or axis is None or axis.size == 1:
+            elif cut is None or is_alone:
                 yield MatrixBatch(view_NRC, whole)
             else:
-                yield MatrixBatch(view_NRC, whole, axis, 1 + cut.dim)
+                cut_dim = 1 + cut.dim
+                yield MatrixBatch(view_NRC, whole, axis, cut_dim)
 
     def orthogonalise(self, x_NRC: Tensor) -> Tensor:
         return self.newton_schulz(x_NRC, self.coefficients)

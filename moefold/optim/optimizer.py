@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.parameter_groups import GroupRule, ParameterGroups
-from moefold.optim.rule import BucketShare, Rule
-from moefold.optim.step_scalars import StepScalars
-from moefold.shard.buckets import Bucket, units_of_buckets
+from moefold.optim.rule import BucketShare, KeepsStatesOnHost, Rule, StepNumbers
+from moefold.optim.step_scalars import ScalarRows, StepScalars, UpdateNumber
+from moefold.shard.buckets import Bucket, BucketPiece, units_of_buckets
+from moefold.shard.gradients import device_number
 from moefold.shard.storage import LogicalValues
 
 StateValues = Tensor | LogicalValues
 StatePiece = tuple[DeclaredParameter, str, int, StateValues]
 UnheldPiece = tuple[DeclaredParameter, int, StateValues]
 UnitScales = Mapping[str, Tensor]
+StepNumber = int | UpdateNumber
+Kinds = dict[str, StateValues]
 MAIN_KIND = "main"
 
 
@@ -30,12 +33,16 @@ class Optimizer:
     def __init__(self, buckets: list[Bucket], rules: Mapping[str, GroupRule]):
         self.rules = rules
         self.units = units_of_buckets(buckets)
-        self.shares = [self.open_share(number, bucket) for number, bucket in enumerate(buckets)]
+        self.shares: list[BucketShare] = []
+        for number, bucket in enumerate(buckets):
+            share = self.open_share(number, bucket)
+            self.shares.append(share)
         # Rules give equally many numbers in every step: the first step shows how much memory they take.
         first_rows = self.step_rows(1, 0.0)
-        device = buckets[0].weights.device
+        first_bucket = buckets[0]
+        device = first_bucket.weights.device
         self.scalars = StepScalars(first_rows, device)
-        self.one = torch.ones((), dtype=torch.float64, device=device)
+        self.one = device_number(1.0, device)
 
     def open_share(self, number: int, bucket: Bucket) -> BucketShare:
         """This rank's share of a bucket, with main weights and new state."""
@@ -43,37 +50,59 @@ class Optimizer:
         share.storage.open_main_weights(bucket.share)
         rule = self.rule_of(share)
         share.state = rule.state(share)
+        if isinstance(rule, KeepsStatesOnHost):
+            rule.move_states(share)
         return share
 
-    def rule_of(self, share: BucketShare) -> Rule:
-        return self.rules[share.bucket.group].rule
+    def settle(self) -> None:
+        """Wait until states in host memory are complete."""
+        for rule, _ in self.rules.values():
+            if isinstance(rule, KeepsStatesOnHost):
+                rule.settle()
 
-    def step_rows(self, number: int, lr: float) -> list[list[float]]:
+    def rule_of(self, share: BucketShare) -> Rule:
+        group = share.bucket.group
+        return self.rules[group].rule
+
+    def step_rows(self, number: int, lr: float) -> ScalarRows:
         """The numbers of a step for each bucket."""
-        rows: list[list[float]] = []
+        rows: list[StepNumbers] = []
         for share in self.shares:
-            group = self.rules[share.bucket.group]
-            group_lr = lr * group.lr_factor
-            row = group.rule.step_numbers(share, number, group_lr)
-            rows.append(list(row))
+            group = share.bucket.group
+            rule, lr_factor = self.rules[group]
+            row = rule.step_numbers(share, number, lr * lr_factor)
+            rows.append(row)
         return rows
 
-    def step(self, number: int, lr: float, scales: UnitScales | None = None) -> None:
+    def step(self, number: StepNumber, lr: float, scales: UnitScales | None = None) -> None:
         """Update everything. `number` counts from one; gradients are multiplied by the scale of their unit. Other ranks
         have the new weights once they are published."""
         self.begin_step(number, lr)
-        for unit in self.units:
-            scale = None if scales is None else scales[unit]
-            self.update(unit, scale)
+        self.update_all(scales)
 
-    def begin_step(self, number: int, lr: float) -> None:
+    def begin_step(self, number: StepNumber, lr: float) -> None:
         """Write the numbers of a step to the device, before the updates of its units."""
-        rows = self.step_rows(number, lr)
+        if isinstance(number, int):
+            number = UpdateNumber(number)
+        rows = self.step_rows(number.highest, lr)
         self.scalars.write_rows(rows)
+        if number.is_less is not None:
+            one_less = max(1, number.highest - 1)
+            rows_of_less = self.step_rows(one_less, lr)
+            self.scalars.write_rows_where(number.is_less, rows_of_less)
+
+    def update_all(self, scales: UnitScales | None = None) -> None:
+        """Update all units by the numbers that were written for this step."""
+        for unit in self.units:
+            scale = self.one
+            if scales is not None:
+                scale = scales[unit]
+            self.update(unit, scale)
 
     def update(self, unit: str, scale: Tensor | None = None) -> None:
         """Update the parameters of one unit from their gradients, times `scale`."""
-        scale = self.one if scale is None else scale
+        if scale is None:
+            scale = self.one
         for share in self.shares:
             if share.bucket.unit != unit:
                 continue
@@ -85,19 +114,27 @@ class Optimizer:
         """Multiply the rows of parameters by factors of the shape (rows...): each rank its share of the main weights.
         Weights are to be published afterwards."""
         for share in self.shares:
-            held = [piece for piece in share.bucket.pieces() if piece.last]  # others are empty
-            pieces = [piece for piece in held if piece.parameter.name in factors]
+            pieces: list[BucketPiece] = []
+            for piece in share.bucket.pieces():
+                name = piece.parameter.name
+                is_empty = piece.last == 0
+                if name in factors and not is_empty:
+                    pieces.append(piece)
             if not pieces:
                 continue
-            main = share.storage.main_values()
+            storage = share.storage
+            main = storage.main_values()
             for piece in pieces:
-                factor = piece.of_rows(factors[piece.parameter.name])
-                main[piece.window] *= factor.to(main.dtype)
-            share.storage.refresh_weights(main)
+                factors_of_rows = factors[piece.parameter.name]
+                factor = piece.of_rows(factors_of_rows)
+                part = main[piece.window]
+                part *= factor.to(main.dtype)
+            storage.refresh_weights(main)
 
     def state(self) -> Iterator[StatePiece]:
         """Every piece of state on this rank: (parameter, kind, first, values), the values being those of the flattened
         parameter from `first` on. Loading into them is enough."""
+        self.settle()
         for share in self.shares:
             kinds = self.kinds_of(share)
             for piece in share.bucket.pieces():
@@ -113,11 +150,12 @@ class Optimizer:
             if values is None:
                 continue
             for piece in share.bucket.pieces():
-                yield piece.parameter, piece.first, values[piece.window]
+                part = values[piece.window]
+                yield piece.parameter, piece.first, part
 
-    def kinds_of(self, share: BucketShare) -> dict[str, StateValues]:
+    def kinds_of(self, share: BucketShare) -> Kinds:
         """Flat values of a share by kind: the rule's state, and main weights where the model's are not."""
-        kinds: dict[str, StateValues] = dict(share.state)
+        kinds: Kinds = dict(share.state)
         main = share.storage.logical_values()
         if main is not None:
             kinds[MAIN_KIND] = main
@@ -125,11 +163,12 @@ class Optimizer:
 
     def bytes(self) -> dict[str, int]:
         """Memory of this rank's state by kind."""
-        total = {MAIN_KIND: 0}
+        total = Counter[str]()
         for share in self.shares:
-            total[MAIN_KIND] += share.storage.main_weight_bytes()
+            storage = share.storage
+            total[MAIN_KIND] += storage.main_weight_bytes()
             for kind, values in share.state.items():
-                total[kind] = total.get(kind, 0) + values.nbytes
+                total[kind] += values.nbytes
         return total
 
 

@@ -42,7 +42,8 @@ def find_rule(name: str) -> RuleMaker:
     extension = find_extension("optimizer_rule", name)
     if extension is not None:
         return extension.load()
-    return BUILT_IN_RULES[OPTIMIZER_NAMES.require(name)]
+    known = OPTIMIZER_NAMES.require(name)
+    return BUILT_IN_RULES[known]
 
 
 class ParameterGroups:
@@ -61,13 +62,15 @@ class ParameterGroups:
                 self.add_group(entry.pattern, entry)
 
     def add_group(self, name: str, entry: OptimizerGroup) -> None:
-        rule_name = entry.rule or self.optim.rule
+        optim = self.optim
+        rule_name = entry.rule or optim.rule
         make_rule = find_rule(rule_name)
-        rule = make_rule(entry, self.optim, self.kernels)
+        rule = make_rule(entry, optim, self.kernels)
         self.rules[name] = GroupRule(rule, entry.lr)
         if rule.whole and entry.rule is None:
-            adamw = AdamW(entry, self.optim, self.kernels)
-            self.rules[name_of_rest(name)] = GroupRule(adamw, entry.lr)
+            rest = name_of_rest(name)
+            adamw = AdamW(entry, optim, self.kernels)
+            self.rules[rest] = GroupRule(adamw, entry.lr)
 
     def group_of(self, parameter: DeclaredParameter) -> BucketGroup:
         """The group of a parameter, for `fill_buckets`. The first entry that matches wins."""
@@ -95,10 +98,15 @@ class ParameterGroups:
 
     def matching_pattern(self, name: str) -> str:
         entry = self.matching_entry(name)
-        return DEFAULT_NAME if entry is None else entry.pattern
+        if entry is None:
+            return DEFAULT_NAME
+        return entry.pattern
 
     def matching_entry(self, name: str) -> OptimizerGroup | None:
-        return next((entry for entry in self.entries if entry.matches(name)), None)
+        for entry in self.entries:
+            if entry.matches(name):
+                return entry
+        return None
 
     def is_frozen(self, name: str) -> bool:
         entry = self.matching_entry(name)
@@ -115,7 +123,7 @@ class ParameterGroups:
         those of all ranks."""
         problems: list[str] = []
         for entry in self.entries:
-            if not any(entry.matches(name) for name in names):
+            if not any(map(entry.matches, names)):
                 near = nearest_names(entry.pattern, names)
                 problems.append(f"optim.groups: {entry.pattern} matches no parameter; the nearest are {near}")
         if all(map(self.is_frozen, names)):
@@ -134,18 +142,23 @@ def is_hidden_matrix(parameter: DeclaredParameter) -> bool:
     single row or column."""
     declaration = parameter.declaration
     matrix = declaration.matrix
-    return matrix is not None and declaration.rows != "words" and min(matrix) > 1
+    if matrix is None or declaration.rows == "words":
+        return False
+    return min(matrix) > 1
 
 
 def nearest_names(pattern: str, names: Collection[str]) -> str:
     """The parameter names most like a pattern. Layers with the same parameters are named once."""
     first_of_each: dict[str, str] = {}
     for name in sorted(names):
-        first_of_each.setdefault(re.sub(r"\d+", "*", name), name)
+        without_numbers = re.sub(r"\d+", "*", name)
+        first_of_each.setdefault(without_numbers, name)
     wanted = pattern.replace("*", "")
 
     def likeness(name: str) -> float:
-        return SequenceMatcher(None, wanted, name).ratio()
+        matcher = SequenceMatcher(None, wanted, name)
+        return matcher.ratio()
 
     near = sorted(first_of_each.values(), key=likeness, reverse=True)
-    return ", ".join(near[:NEAREST_NAMES])
+    nearest = near[:NEAREST_NAMES]
+    return ", ".join(nearest)

@@ -34,23 +34,32 @@ class QkClip:
         self.layers: dict[str, AttentionBase] = {}
         if not threshold:
             return
+        find_largest = kernels[largest_logit]
         for name, module in model.named_modules():
             if isinstance(module, AttentionBase):
-                module.logit_watch = LogitWatch(kernels[largest_logit])
+                module.logit_watch = LogitWatch(find_largest)
                 self.layers[name] = module
 
-    def rescale_heads(self) -> None:
-        """Rescale the heads that have exceeded the threshold since the last call, on every rank alike."""
+    def rescale_heads(self, updates: Tensor) -> None:
+        """Rescale the heads that have exceeded the threshold since the last call, on every rank alike. If the step
+        updates nothing, heads stay too."""
         if not self.layers:
             return
-        watches = [watch_of(module) for module in self.layers.values()]
-        largest_LH = torch.stack([watch.take() for watch in watches])
+        largest: list[Tensor] = []
+        for module in self.layers.values():
+            watch = watch_of(module)
+            largest.append(watch.take())
+        largest_LH = torch.stack(largest)
         all_reduce_max_no_grad(largest_LH, self.token_ranks)
-        exceeds_LH = (largest_LH > self.threshold) & largest_LH.isfinite()
-        ratio_LH = torch.where(exceeds_LH, self.threshold / largest_LH, 1.0)
+        exceeds_LH = largest_LH > self.threshold
+        rescales_LH = exceeds_LH & largest_LH.isfinite() & updates
+        ratio_LH = self.threshold / largest_LH
+        factor_LH = torch.where(rescales_LH, ratio_LH, 1.0)
         factors: dict[str, Tensor] = {}
-        for (layer, module), ratio_H in zip(self.layers.items(), ratio_LH, strict=True):
-            for name, factor_HW in module.clip_factors(ratio_H).items():
+        for layer, factor_H in zip(self.layers, factor_LH, strict=True):
+            module = self.layers[layer]
+            of_parameters = module.clip_factors(factor_H)
+            for name, factor_HW in of_parameters.items():
                 factors[f"{layer}.{name}"] = factor_HW
         self.optimizer.multiply_rows(factors)
 

@@ -17,8 +17,13 @@ from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
+from moefold.optim.moments import Moment
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import WeightStorage
+
+StateKinds = tuple[str, ...]
+RuleState = dict[str, Moment]  # by kind
+StepNumbers = Sequence[float]
 
 
 @dataclass
@@ -28,7 +33,7 @@ class BucketShare:
 
     number: int
     bucket: Bucket
-    state: dict[str, Tensor] = field(default_factory=dict)
+    state: RuleState = field(default_factory=dict)
 
     @property
     def storage(self) -> WeightStorage:
@@ -41,11 +46,13 @@ class BucketShare:
 
     @property
     def weights(self) -> Tensor:
-        return self.bucket.weights[self.bucket.share]
+        share = self.bucket.share
+        return self.storage.weights_of_share(share)
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.weights.dtype, torch.float32)
+        dtype = self.weights.dtype
+        return torch.promote_types(dtype, torch.float32)
 
     def matrices(self, flat: Tensor) -> Iterator[tuple[DeclaredParameter, Tensor]]:
         """Each parameter's matrices in a flat tensor of the share, as views (matrices, rows, columns). A matrix that
@@ -57,19 +64,32 @@ class BucketShare:
 class Rule(Protocol):
     """An update rule with the options of one parameter group. Kind names are part of the checkpoint format."""
 
-    kinds: tuple[str, ...]
+    kinds: StateKinds
     whole: bool
 
-    def state(self, share: BucketShare) -> dict[str, Tensor]:
-        """New state for a share: a flat tensor as long as the share for every kind."""
+    def state(self, share: BucketShare) -> RuleState:
+        """New state for a share: for every kind flat values, as many as the share has."""
         ...
 
-    def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+    def step_numbers(self, share: BucketShare, step: int, lr: float) -> StepNumbers:
         """The numbers of a step, to be written to the device before `update`; always equally many."""
         ...
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         """Update the main weights and the state from the gradient times `scale`, unless that is not finite."""
+        ...
+
+
+@runtime_checkable
+class KeepsStatesOnHost(Protocol):
+    """A rule that may keep the state of a share in host memory."""
+
+    def move_states(self, share: BucketShare) -> None:
+        """Move state and main weights to where the rule keeps them."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until states in host memory are complete."""
         ...
 
 
@@ -83,6 +103,13 @@ class WeighsMatrices(Protocol):
 
 # What an extension of the kind `optimizer_rule` is: a class or function that makes the rule of a group
 RuleMaker = Callable[[OptimizerGroup, OptimConfig, BoundKernels], Rule]
+
+
+def weight_decay_of(group: OptimizerGroup, optim: OptimConfig) -> float:
+    """The entry's own, or that of the section `optim`."""
+    if group.decay is None:
+        return optim.weight_decay
+    return group.decay
 
 
 def stochastic_rounding_seed(step: int, bucket: int) -> int:

@@ -7,6 +7,7 @@ reads the numbers of the present step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,26 +18,46 @@ ScalarRows = Sequence[Sequence[float]]
 ROW_ALIGNMENT = 8  # numbers: rows begin at multiples of 64 bytes, so that one compiled kernel serves all of them
 
 
+class UpdateNumber(NamedTuple):
+    """The number of an update, from one: `highest`, or one less if the flag on the device says that the step before was
+    skipped."""
+
+    highest: int
+    is_less: Tensor | None = None
+
+
 class StepScalars:
     """One row of fp64 for every bucket of an optimizer."""
 
     def __init__(self, rows: ScalarRows, device: torch.device):
+        count = len(rows)
         longest = max(map(len, rows))
         self.width = round_up(longest, ROW_ALIGNMENT)
-        shape = (len(rows), self.width)
-        self.on_device = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.on_device = torch.zeros(count, self.width, dtype=torch.float64, device=device)
 
     def write_rows(self, rows: ScalarRows) -> None:
         """Replace all rows. A copy to a GPU is asynchronous: its pinned memory stays until the copy is done."""
-        padded = [self.padded_row(row) for row in rows]
-        on_host = torch.tensor(padded, dtype=torch.float64)
-        if self.on_device.is_cuda:
-            on_host = on_host.pin_memory()
+        on_host = self.rows_on_host(rows)
         self.on_device.copy_(on_host, non_blocking=True)
 
-    def padded_row(self, row: Sequence[float]) -> list[float]:
-        zeros = [0.0] * (self.width - len(row))
-        return [*row, *zeros]
+    def write_rows_where(self, flag: Tensor, rows: ScalarRows) -> None:
+        """Replace all rows if the flag is set, which only the device knows."""
+        present = self.on_device
+        on_host = self.rows_on_host(rows)
+        others = on_host.to(present.device, non_blocking=True)
+        chosen = others.where(flag, present)
+        present.copy_(chosen)
+
+    def rows_on_host(self, rows: ScalarRows) -> Tensor:
+        padded: list[list[float]] = []
+        for row in rows:
+            missing = self.width - len(row)
+            zeros = [0.0] * missing
+            padded.append([*row, *zeros])
+        on_host = torch.tensor(padded, dtype=torch.float64)
+        if self.on_device.is_cuda:
+            return on_host.pin_memory()
+        return on_host
 
     def row_of(self, number: int) -> Tensor:
         return self.on_device[number]

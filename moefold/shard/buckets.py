@@ -14,6 +14,7 @@ A unit is a part of the model that is updated at once: everything by default, or
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import lcm, prod
@@ -25,14 +26,19 @@ from torch import Tensor, nn
 from moefold.kernels.quantise.quantise_weight import WeightFormat
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_share import HeldShare, attach_held_share
 from moefold.layout.placement import Placement
+from moefold.layout.weight_copies import keeps_values
 from moefold.shard.fp8_weights import Fp8Storage, StoredMatrices
 from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientMemory, GradientSums
-from moefold.shard.storage import PlainWeights, StorageMaker, WeightStorage, flat_part
+from moefold.shard.storage import PlainWeights, ShardedWeights, StorageMaker, WeightStorage, flat_part
 
 ALIGNMENT = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
 BUCKET_ELEMENTS = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
 MATRICES_PER_SHARE = 4  # at least, of the largest size: shares of whole matrices are padded to equal size
+
+Parameters = list[DeclaredParameter]
+Holders = tuple[int, ...]  # pipeline ranks
 
 
 class BucketGroup(NamedTuple):
@@ -71,13 +77,15 @@ class BucketPiece(NamedTuple):
     def window(self) -> slice:
         """The piece in a flat tensor of the share."""
         length = self.last - self.first
-        return slice(self.offset, self.offset + length)
+        end = self.offset + length
+        return slice(self.offset, end)
 
     def of_rows(self, values: Tensor) -> Tensor:
         """For each element of the piece the value of its row, of one value for each row of the parameter's part."""
         rows = values.flatten()
         columns = self.parameter.tensor.numel() // len(rows)
-        return rows.repeat_interleave(columns)[self.first : self.last]
+        elements = rows.repeat_interleave(columns)
+        return elements[self.first : self.last]
 
 
 @dataclass
@@ -85,13 +93,14 @@ class Bucket:
     """Parameters with the same key; `replicas` are the ranks that hold the same ones."""
 
     key: BucketKey
-    parameters: list[DeclaredParameter]
+    parameters: Parameters
     starts: list[int]
     storage: WeightStorage
     sums: GradientSums
     replicas: Axis
-    holders: tuple[int, ...] = ()  # pipeline ranks that hold a copy too: the gradient is the sum over them
+    holders: Holders = ()  # pipeline ranks that hold a copy too: the gradient is the sum over them
     matrix_parts: Axis | None = None  # the ranks that hold parts of the same matrices; None: matrices are whole
+    copies: Axis = field(default_factory=lambda: Axis("copies"))  # the ranks that hold the same share
 
     @property
     def placement(self) -> Placement:
@@ -127,8 +136,9 @@ class Bucket:
 
     @property
     def share(self) -> slice:
-        size = len(self.weights) // self.replicas.size
-        first = self.replicas.index * size
+        replicas = self.replicas
+        size = len(self.weights) // replicas.size
+        first = replicas.index * size
         return slice(first, first + size)
 
     def placed_parameters(self) -> Iterator[tuple[DeclaredParameter, int]]:
@@ -138,7 +148,9 @@ class Bucket:
     def parameter_views(self, flat: Tensor) -> Iterator[tuple[DeclaredParameter, Tensor]]:
         """Each parameter's part of a flat tensor of this bucket, in the parameter's shape."""
         for parameter, start in self.placed_parameters():
-            yield parameter, flat_part(flat, start, parameter.tensor.shape)
+            shape = parameter.tensor.shape
+            view = flat_part(flat, start, shape)
+            yield parameter, view
 
     def pieces(self) -> Iterator[BucketPiece]:
         """The piece of every parameter in this rank's share; an empty piece where the share holds nothing of it."""
@@ -151,7 +163,9 @@ class Bucket:
                 yield BucketPiece(parameter, 0, 0, 0)
                 continue
             offset = first - share.start
-            yield BucketPiece(parameter, first - start, last - start, offset)
+            first -= start
+            last -= start
+            yield BucketPiece(parameter, first, last, offset)
 
     def matrix_views(self, flat: Tensor) -> Iterator[tuple[BucketPiece, Tensor]]:
         """Each parameter's matrices in a flat tensor of the share: (matrices, rows, columns). Only for buckets whose
@@ -168,12 +182,14 @@ class Bucket:
 def units_of_buckets(buckets: list[Bucket]) -> list[str]:
     """The units of a model, in the order of their buckets."""
     units = [bucket.unit for bucket in buckets]
-    return list(dict.fromkeys(units))
+    distinct = dict.fromkeys(units)
+    return list(distinct)
 
 
 GroupOf = Callable[[DeclaredParameter], BucketGroup]
 UnitOf = Callable[[str], str]
 CostOf = Callable[[DeclaredParameter], float]
+FillParameters = Callable[[Parameters], None]
 
 
 def one_group(_: DeclaredParameter) -> BucketGroup:
@@ -191,7 +207,7 @@ def fill_buckets(
     model: nn.Module,
     world: World,
     most: int = BUCKET_ELEMENTS,
-    held: Mapping[str, tuple[int, ...]] | None = None,
+    held: Mapping[str, Holders] | None = None,
     gradients: str = "fp32",
     *,
     memory: GradientMemory = "fleeting",
@@ -200,6 +216,8 @@ def fill_buckets(
     storage: StorageMaker = PlainWeights,
     fp8: Fp8Storage | None = None,
     cost: CostOf | None = None,
+    sharded: StorageMaker | None = None,
+    fill: FillParameters | None = None,
 ) -> list[Bucket]:
     """Group the parameters and move them into flat tensors; the model goes on using views of these. Frozen parameters
     (without `requires_grad`) stay where they are.
@@ -208,20 +226,24 @@ def fill_buckets(
     place on all of them. `gradients`: the dtype in which the gradients of a bf16 model are kept. `memory`: whether
     gradient memory is allocated every step or once. With `unit`, buckets follow units instead of `most` elements.
     `cost`: of updating a parameter whose matrices stay whole, to be balanced over shares; by default its elements.
-    `fp8`: the weights that are stored in FP8 instead of in `storage`.
+    `fp8`: the weights that are stored in FP8 instead of in `storage`. `sharded`: the storage of weights that have
+    replicas, of which each rank keeps its share alone. `fill` gives parameters without memory their first values, one
+    bucket at a time.
     """
     holders = held or {}
-    maker = BucketMaker(world, gradients, memory, storage, fp8, cost or number_of_elements)
+    cost_of = cost or number_of_elements
+    maker = BucketMaker(world, gradients, memory, storage, fp8, cost_of, sharded, fill)
     formats = {} if fp8 is None else fp8.formats
     grouping = Grouping(world, most, holders, group, unit, formats)
     buckets: list[Bucket] = []
     for key, parameters in grouping.group_parameters(model):
         copies = holders.get(key.alone, ())
-        buckets.append(maker.make_bucket(key, parameters, copies))
+        bucket = maker.make_bucket(key, parameters, copies)
+        buckets.append(bucket)
     return buckets
 
 
-KeyedParameters = tuple[BucketKey, list[DeclaredParameter]]
+KeyedParameters = tuple[BucketKey, Parameters]
 
 
 @dataclass(frozen=True)
@@ -230,7 +252,7 @@ class Grouping:
 
     world: World
     most: int
-    held: Mapping[str, tuple[int, ...]]
+    held: Mapping[str, Holders]
     group_of: GroupOf
     unit_of: UnitOf | None
     formats: Mapping[str, WeightFormat]
@@ -239,18 +261,21 @@ class Grouping:
         """Parameters by bucket: full buckets in the order in which they fill up, then the rest, then held ones."""
         full: list[KeyedParameters] = []
         held: list[KeyedParameters] = []
-        filling: dict[BucketKey, list[DeclaredParameter]] = {}
+        filling = defaultdict[BucketKey, Parameters](list)
         # From the end of the model to its beginning: backward completes the first bucket first.
-        for parameter in reversed(list(declared_parameters(model))):
+        in_order = list(declared_parameters(model))
+        for parameter in reversed(in_order):
             if not parameter.tensor.requires_grad:
                 continue
             key = self.key_of(parameter)
             if parameter.name in self.held:
                 held.append((key, [parameter]))
                 continue
-            filling.setdefault(key, []).append(parameter)
-            if self.is_full(key, filling[key]):
-                full.append((key, filling.pop(key)))
+            together = filling[key]
+            together.append(parameter)
+            if self.is_full(key, together):
+                full.append((key, together))
+                del filling[key]
         held.reverse()
         return [*full, *filling.items(), *held]
 
@@ -264,17 +289,20 @@ class Grouping:
         slot = 0
         if group.cut == "matrices" and declaration.stacked:
             slot = elements_of_matrix(parameter)
-        return BucketKey(declaration.placement, declaration.decays, group, unit, alone, format, slot)
+        placement = declaration.placement
+        decays = declaration.decays
+        return BucketKey(placement, decays, group, unit, alone, format, slot)
 
-    def is_full(self, key: BucketKey, parameters: list[DeclaredParameter]) -> bool:
+    def is_full(self, key: BucketKey, parameters: Parameters) -> bool:
         if self.unit_of:
             return False
         sizes = [*map(number_of_elements, parameters)]
         least = self.most
         if key.group.cut == "matrices":
-            shares = self.world.gradients_of(key.placement).size
+            replicas = self.world.gradients_of(key.placement)
             largest = key.slot or max(sizes)
-            least = max(least, MATRICES_PER_SHARE * shares * largest)
+            matrices = MATRICES_PER_SHARE * replicas.size
+            least = max(least, matrices * largest)
         return sum(sizes) >= least
 
 
@@ -288,54 +316,80 @@ class BucketMaker:
     storage: StorageMaker
     fp8: Fp8Storage | None
     cost_of: CostOf
+    sharded: StorageMaker | None = None
+    fill: FillParameters | None = None
     loads: dict[str, list[float]] = field(default_factory=dict)  # of each share so far, by the replicas' name
 
-    def make_bucket(self, key: BucketKey, parameters: list[DeclaredParameter], holders: tuple[int, ...]) -> Bucket:
+    def make_bucket(self, key: BucketKey, parameters: Parameters, holders: Holders) -> Bucket:
         """Move these parameters into a flat tensor."""
         replicas = self.world.gradients_of(key.placement)
         places = self.place_parameters(key, parameters, replicas)
         like = parameters[0].tensor
-        storage = self.make_storage(key, places, like)
+        storage = self.make_storage(key, places, like, replicas)
         dtype = gradient_sum_dtype(like, self.gradients)
         make_sums = GRADIENT_SUMS[self.memory]
         sums = make_sums(places.spans, places.size, like.device, dtype)
         parameters, starts, _ = places
         cut = parameters[0].declaration.matrix_cut
-        matrix_parts = self.world.axis(cut.axis) if cut else None
-        bucket = Bucket(key, parameters, starts, storage, sums, replicas, holders, matrix_parts)
+        matrix_parts = None
+        if cut is not None:
+            matrix_parts = self.world.axis(cut.axis)
+        copies = self.world.copies_of(key.placement)
+        bucket = Bucket(key, parameters, starts, storage, sums, replicas, holders, matrix_parts, copies)
         # The Parameter objects stay, since optimizers of torch and hooks may hold them; their memory moves.
         for parameter, start in bucket.placed_parameters():
             tensor = parameter.tensor
             view = storage.parameter_view(start, tensor.shape)
-            view.copy_(tensor.detach())
+            if keeps_values(tensor):
+                view.copy_(tensor.detach())
             tensor.data = view
+        if self.fill is not None:
+            self.fill(parameters)
+        if isinstance(storage, ShardedWeights):
+            keep_share_alone(bucket, storage)
         return bucket
 
-    def place_parameters(self, key: BucketKey, parameters: list[DeclaredParameter], replicas: Axis) -> Places:
+    def place_parameters(self, key: BucketKey, parameters: Parameters, replicas: Axis) -> Places:
         """Places in a flat tensor that divides into equal shares."""
         shares = replicas.size
         if key.group.cut == "elements":
             return place_one_after_another(parameters, shares)
         if key.slot:
             return place_stacks(parameters, key.slot, shares)
-        loads = self.loads.setdefault(replicas.name, [0.0] * shares)
+        no_loads = [0.0] * shares
+        loads = self.loads.setdefault(replicas.name, no_loads)
         return place_matrices(parameters, self.cost_of, loads)
 
-    def make_storage(self, key: BucketKey, places: Places, like: Tensor) -> WeightStorage:
+    def make_storage(self, key: BucketKey, places: Places, like: Tensor, replicas: Axis) -> WeightStorage:
+        size = places.size
         if key.format is None:
-            return self.storage(places.size, like)
+            if self.sharded is not None and replicas.size > 1:
+                return self.sharded(size, like)
+            return self.storage(size, like)
         assert self.fp8 is not None, "a format, and no storage for it"
-        pairs = zip(places.parameters, places.starts, strict=True)
-        matrices = [stored_matrices(parameter, start) for parameter, start in pairs]
-        return self.fp8.make(places.size, like, matrices, key.format)
+        matrices: list[StoredMatrices] = []
+        for parameter, start in zip(places.parameters, places.starts, strict=True):
+            matrices.append(stored_matrices(parameter, start))
+        return self.fp8.make(size, like, matrices, key.format)
+
+
+def keep_share_alone(bucket: Bucket, storage: ShardedWeights) -> None:
+    """Keep this rank's share of the weights, and free the rest. Parameters without memory know their share."""
+    own = storage.weights_of_share(bucket.share)
+    storage.free()
+    for piece in bucket.pieces():
+        values = own[piece.window]
+        share = HeldShare(piece.first, values)
+        attach_held_share(piece.parameter.tensor, share)
 
 
 def stored_matrices(parameter: DeclaredParameter, start: int) -> StoredMatrices:
     """The matrices that products read: those of each expert, or one."""
-    shape = parameter.tensor.shape
-    experts = shape[0] if parameter.declaration.stacked else 1
-    rows = parameter.tensor.numel() // (experts * shape[-1])
-    return StoredMatrices(parameter.tensor, start, (experts, rows, shape[-1]))
+    tensor = parameter.tensor
+    experts = len(tensor) if parameter.declaration.stacked else 1
+    columns = tensor.shape[-1]
+    rows = tensor.numel() // (experts * columns)
+    return StoredMatrices(tensor, start, (experts, rows, columns))
 
 
 def gradient_sum_dtype(parameter: Tensor, gradients: str = "fp32") -> torch.dtype:
@@ -344,7 +398,8 @@ def gradient_sum_dtype(parameter: Tensor, gradients: str = "fp32") -> torch.dtyp
     memory is too dear for that."""
     if gradients == "bf16" and parameter.dtype == torch.bfloat16:
         return torch.bfloat16
-    if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
+    on_cpu = parameter.device.type == "cpu"
+    if on_cpu and parameter.dtype == torch.float32:
         return torch.float64
     return torch.promote_types(parameter.dtype, torch.float32)
 
@@ -352,7 +407,7 @@ def gradient_sum_dtype(parameter: Tensor, gradients: str = "fp32") -> torch.dtyp
 class Places(NamedTuple):
     """Parameters in the order of their places in a flat tensor of `size` elements."""
 
-    parameters: list[DeclaredParameter]
+    parameters: Parameters
     starts: list[int]
     size: int
 
@@ -363,17 +418,18 @@ class Places(NamedTuple):
         return list(zip(self.starts, ends, strict=True))
 
 
-def place_one_after_another(parameters: list[DeclaredParameter], shares: int) -> Places:
+def place_one_after_another(parameters: Parameters, shares: int) -> Places:
     """Shares may end anywhere in a parameter."""
     starts: list[int] = []
     end = 0
     for parameter in parameters:
         starts.append(end)
         end += aligned_elements(parameter)
-    return Places(parameters, starts, round_up(end, ALIGNMENT * shares))
+    size = round_up(end, ALIGNMENT * shares)
+    return Places(parameters, starts, size)
 
 
-def place_stacks(parameters: list[DeclaredParameter], slot: int, shares: int) -> Places:
+def place_stacks(parameters: Parameters, slot: int, shares: int) -> Places:
     """Stacks of matrices one after another, in slots of one matrix each, of which every share has equally many."""
     starts: list[int] = []
     end = 0
@@ -382,36 +438,51 @@ def place_stacks(parameters: list[DeclaredParameter], slot: int, shares: int) ->
         start = round_up(end, step)
         starts.append(start)
         end = start + parameter.tensor.numel()
-    return Places(parameters, starts, round_up(end, slot * shares))
+    size = round_up(end, slot * shares)
+    return Places(parameters, starts, size)
 
 
-def place_matrices(parameters: list[DeclaredParameter], cost_of: CostOf, loads: list[float]) -> Places:
+def place_matrices(parameters: Parameters, cost_of: CostOf, loads: list[float]) -> Places:
     """Each parameter in one share: the dearest first, into the share of least cost that has room. `loads` are the costs
     of the shares in earlier buckets; those of this one are added."""
-    room = smallest_share(parameters, len(loads))
-    ends = [0] * len(loads)
+    shares = len(loads)
+    room = smallest_share(parameters, shares)
+    ends = [0] * shares
     placed: list[tuple[DeclaredParameter, int, int]] = []  # with share, and offset in it
     for parameter in sorted(parameters, key=cost_of, reverse=True):
         elements = aligned_elements(parameter)
-        open_shares = [share for share, end in enumerate(ends) if end + elements <= room]
-        share = min(open_shares, key=loads.__getitem__) if open_shares else ends.index(min(ends))
+        open_shares = [share for share in range(shares) if ends[share] + elements <= room]
+        if open_shares:
+            share = min(open_shares, key=loads.__getitem__)
+        else:
+            share = emptiest_share(ends)
         placed.append((parameter, share, ends[share]))
         ends[share] += elements
         loads[share] += cost_of(parameter)
     size = max(ends)
     placed.sort(key=operator.itemgetter(1, 2))
-    ordered = [parameter for parameter, _, _ in placed]
-    starts = [share * size + offset for _, share, offset in placed]
-    return Places(ordered, starts, size * len(loads))
+    ordered: Parameters = []
+    starts: list[int] = []
+    for parameter, share, offset in placed:
+        ordered.append(parameter)
+        starts.append(share * size + offset)
+    return Places(ordered, starts, size * shares)
 
 
-def smallest_share(parameters: list[DeclaredParameter], shares: int) -> int:
+def smallest_share(parameters: Parameters, shares: int) -> int:
     """The size of the fullest share if each parameter, the largest first, goes to the share that is emptiest."""
     ends = [0] * shares
-    for elements in sorted(map(aligned_elements, parameters), reverse=True):
-        share = ends.index(min(ends))
+    sizes = [*map(aligned_elements, parameters)]
+    sizes.sort(reverse=True)
+    for elements in sizes:
+        share = emptiest_share(ends)
         ends[share] += elements
     return max(ends)
+
+
+def emptiest_share(ends: list[int]) -> int:
+    least = min(ends)
+    return ends.index(least)
 
 
 def aligned_elements(parameter: DeclaredParameter) -> int:
@@ -429,4 +500,5 @@ def number_of_elements(parameter: DeclaredParameter) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    missing = -size % multiple
+    return size + missing

@@ -27,7 +27,15 @@ from moefold.kernels.quantise.matrix_places import MatrixPlace, Places
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat
 from moefold.kernels.quantise.quantise_weight_share import cast_share, share_maxima, transpose_values
 from moefold.layout.weight_copies import release_stored, store_copy, take_rewritten
-from moefold.shard.storage import FlatWeights, FusedOperands, LargestOfReplicas, LogicalValues, Wire, flat_part
+from moefold.shard.storage import (
+    FlatWeights,
+    FusedOperands,
+    LargestOfReplicas,
+    LogicalValues,
+    MoveTensor,
+    Wire,
+    flat_part,
+)
 
 
 class StoredMatrices(NamedTuple):
@@ -38,6 +46,9 @@ class StoredMatrices(NamedTuple):
     shape: tuple[int, int, int]
 
 
+ManyMatrices = Sequence[StoredMatrices]
+
+
 @dataclass(frozen=True)
 class Fp8Storage:
     """The weights of a model that are stored in FP8, by name with their format, and the kernels that quantise them."""
@@ -45,7 +56,7 @@ class Fp8Storage:
     formats: Mapping[str, WeightFormat]
     kernels: BoundKernels
 
-    def make(self, size: int, like: Tensor, matrices: Sequence[StoredMatrices], format: WeightFormat) -> Fp8Weights:
+    def make(self, size: int, like: Tensor, matrices: ManyMatrices, format: WeightFormat) -> Fp8Weights:
         return Fp8Weights(size, like, matrices, format, self.kernels)
 
 
@@ -56,7 +67,7 @@ class Fp8Weights(FlatWeights):
         self,
         size: int,
         like: Tensor,
-        matrices: Sequence[StoredMatrices],
+        matrices: ManyMatrices,
         format: WeightFormat,
         kernels: BoundKernels,
     ):
@@ -81,38 +92,53 @@ class Fp8Weights(FlatWeights):
         nothing = self.weights.new_full((1,), torch.nan)
         self.weights = nothing.expand(size)
         for parameter, start, _ in self.matrices:
-            parameter.data = flat_part(self.weights, start, parameter.shape)
+            view = flat_part(self.weights, start, parameter.shape)
+            parameter.data = view
 
     def quantise(self, share: Tensor, begin: int, agree: LargestOfReplicas) -> Tensor:
         """Bytes of a share of the bucket, from element `begin` on, and scales of all of it."""
-        maxima_B = self.kernels[share_maxima](share, begin, self.places, self.dtype)
-        maxima_B = agree(maxima_B)
-        self.scales = [self.scales_of(place, maxima_B) for place in self.places]
-        scales_B = torch.cat([spread_scales(*pair) for pair in zip(self.scales, self.places, strict=True)])
-        return self.kernels[cast_share](share, begin, self.places, scales_B, self.format.rule, self.dtype)
+        places = self.places
+        find_maxima = self.kernels[share_maxima]
+        maxima_here_B = find_maxima(share, begin, places, self.dtype)
+        maxima_B = agree(maxima_here_B)
+        self.scales = [self.scales_of(place, maxima_B) for place in places]
+        spread: list[Tensor] = []
+        for scales, place in zip(self.scales, places, strict=True):
+            spread.append(spread_scales(scales, place))
+        scales_B = torch.cat(spread)
+        cast = self.kernels[cast_share]
+        return cast(share, begin, places, scales_B, self.format.rule, self.dtype)
 
     def scales_of(self, place: MatrixPlace, maxima_B: Tensor) -> Tensor:
         """Scales of matrices, (E, I, J) or (E, 1, 1)."""
-        last_block = place.first_block + place.blocks
-        maxima_EIJ = maxima_B[place.first_block : last_block].view(place.block_shape)
+        first = place.first_block
+        last = first + place.blocks
+        maxima_here_B = maxima_B[first:last]
+        maxima_EIJ = maxima_here_B.view(place.block_shape)
         if self.format.scales == "expert":
             maxima_EIJ = maxima_EIJ.amax((1, 2), keepdim=True)
-        return scale_from_amax(maxima_EIJ.contiguous().view(torch.float32), self.format.rule)
+        bits_EIJ = maxima_EIJ.contiguous()
+        amax_EIJ = bits_EIJ.view(torch.float32)
+        return scale_from_amax(amax_EIJ, self.format.rule)
 
     def store_copies(self) -> None:
         """Give products both layouts of the bytes as they are now."""
-        for (parameter, start, shape), scales in zip(self.matrices, self.scales, strict=True):
+        transpose = self.kernels[transpose_values]
+        for matrices, scales_EIJ in zip(self.matrices, self.scales, strict=True):
+            parameter, start, shape = matrices
             release_stored(parameter)
             values_END = flat_part(self.values, start, shape)
-            forward = Quantised(values_END, scales)
-            values_EDN = self.kernels[transpose_values](values_END)
-            transposed = Quantised(values_EDN, scales.mT.contiguous())
-            store_copy(parameter, self.format, QuantisedWeight(forward, transposed))
+            forward = Quantised(values_END, scales_EIJ)
+            values_EDN = transpose(values_END)
+            scales_EJI = scales_EIJ.mT.contiguous()
+            transposed = Quantised(values_EDN, scales_EJI)
+            copy = QuantisedWeight(forward, transposed)
+            store_copy(parameter, self.format, copy)
 
     def main_values(self) -> Tensor:
         return self.main
 
-    def refresh_weights(self, values: Tensor) -> None:
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
         if values is not self.main:
             self.main.copy_(values)
 
@@ -121,7 +147,8 @@ class Fp8Weights(FlatWeights):
 
     def before_gather(self, agree: LargestOfReplicas) -> None:
         if self.has_replicas:
-            self.mine = self.quantise(self.main, self.share.start, agree)
+            begin = self.share.start
+            self.mine = self.quantise(self.main, begin, agree)
             return
         rewritten = [take_rewritten(parameter) for parameter, _, _ in self.matrices]
         if all(rewritten):  # by the kernel that updated the main weights
@@ -149,19 +176,32 @@ class Fp8Weights(FlatWeights):
     def after_gather(self) -> None:
         self.store_copies()
 
+    @property
+    def main_is_model(self) -> bool:
+        """Whether main weights are in the model's dtype."""
+        return self.main.dtype == self.dtype
+
     def logical_values(self) -> Tensor | None:
-        return None if self.main.dtype == self.dtype else self.main
+        if self.main_is_model:
+            return None
+        return self.main
 
     def unheld_values(self) -> Tensor | LogicalValues:
-        return self.main if self.main.dtype == self.dtype else RoundedValues(self.main, self.dtype)
+        if self.main_is_model:
+            return self.main
+        return RoundedValues(self.main, self.dtype)
 
     def main_weight_bytes(self) -> int:
         return self.main.nbytes
 
+    def move_main_weights(self, move: MoveTensor) -> None:
+        raise AssertionError("weights in FP8 are made of main weights on the device")
+
     def weight_bytes(self) -> int:
         """Both layouts with their scales."""
         scales = sum(scale.nbytes for scale in self.scales)
-        return 2 * (self.values.nbytes + scales)
+        one_layout = self.values.nbytes + scales
+        return 2 * one_layout
 
 
 @dataclass
@@ -175,13 +215,16 @@ class RoundedValues:
         return len(self.main)
 
     def __getitem__(self, window: slice) -> RoundedValues:
-        return RoundedValues(self.main[window], self.dtype)
+        part = self.main[window]
+        return RoundedValues(part, self.dtype)
 
     def get(self, first: int, last: int) -> Tensor:
-        return round_to_nearest(self.main[first:last], self.dtype)
+        part = self.main[first:last]
+        return round_to_nearest(part, self.dtype)
 
     def put(self, first: int, last: int, values: Tensor) -> None:
-        self.main[first:last] = values.to(self.main.device)
+        part = self.main[first:last]
+        part.copy_(values)
 
 
 def own_maxima(maxima_B: Tensor) -> Tensor:
@@ -189,7 +232,7 @@ def own_maxima(maxima_B: Tensor) -> Tensor:
     return maxima_B
 
 
-def number_blocks(matrices: Sequence[StoredMatrices]) -> Places:
+def number_blocks(matrices: ManyMatrices) -> Places:
     """The places of matrices in the bucket, their blocks numbered one after another."""
     places: list[MatrixPlace] = []
     first_block = 0
@@ -202,4 +245,5 @@ def number_blocks(matrices: Sequence[StoredMatrices]) -> Places:
 
 def spread_scales(scales: Tensor, place: MatrixPlace) -> Tensor:
     """A scale for every block."""
-    return scales.expand(place.block_shape).flatten()
+    of_blocks = scales.expand(place.block_shape)
+    return of_blocks.flatten()

@@ -18,19 +18,25 @@ from torch import Tensor
 
 GradientMemory = Literal["fleeting", "standing"]
 Span = tuple[int, int]  # first element and end
+Spans = Sequence[Span]
+ReductionKey = tuple[int, torch.dtype]  # size and dtype
 
 
 class GradientSums:
     """Fleeting gradient memory."""
 
-    def __init__(self, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, spans: Spans, size: int, device: torch.device, dtype: torch.dtype):
         self.spans = list(spans)
         self.size = size
         self.device = device
         self.dtype = dtype
         self.gaps = gaps_between(self.spans, size)
         self.flat: Tensor | None = None
+        self.open_standing_memory()
         self.release()
+
+    def open_standing_memory(self) -> None:
+        """Allocate what stays from step to step: nothing."""
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +55,8 @@ class GradientSums:
         """The flat tensor without values, but for zeros between parameters."""
         flat = torch.empty(self.size, dtype=self.dtype, device=self.device)
         for gap in self.gaps:
-            flat[gap].zero_()
+            between = flat[gap]
+            between.zero_()
         return flat
 
     def memory_for_reduction(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,8 +73,9 @@ class GradientSums:
     def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> Tensor | None:
         """A parameter's memory for a kernel to write its gradient to: once a step, while the sum is empty, and if the
         kernel writes the dtype of the sum."""
-        is_taken = number in self.filled or number in self.lent
-        if is_taken or dtype != self.dtype:
+        if dtype != self.dtype:
+            return None
+        if number in self.filled or number in self.lent:
             return None
         self.lent.add(number)
         return self.place(number)
@@ -86,33 +94,51 @@ class GradientSums:
         return added
 
     def add(self, number: int, gradient: Tensor) -> None:
-        place = self.place(number).view(gradient.shape)
+        memory = self.place(number)
+        place = memory.view(gradient.shape)
         if number in self.filled:
             place.add_(gradient)
-        # A kernel may have written the gradient in place already.
-        elif gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
+        else:
+            was_written_here = gradient.data_ptr() == place.data_ptr()  # by a kernel
+            if not was_written_here:
+                place.copy_(gradient)
         self.filled.add(number)
 
     def whole(self) -> Tensor:
         """The flat tensor, with zeros for parameters without a gradient."""
-        for number in range(len(self.spans)):
-            if number not in self.filled:
-                self.place(number).zero_()
-                self.filled.add(number)
+        parameters = len(self.spans)
+        every_number = set(range(parameters))
+        for number in every_number - self.filled:
+            place = self.place(number)
+            place.zero_()
+        self.filled = every_number
         assert self.flat is not None
         return self.flat
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a kernel has written a gradient in place that autograd has not delivered yet: it may wait for that of
+        another use of the parameter in the same pass."""
+        return not self.lent <= self.filled
+
+    def take(self) -> Tensor:
+        """The flat tensor, as `whole` has it; the next gradient begins a new sum."""
+        flat = self.whole()
+        self.flat = None
+        self.filled = set()
+        self.lent = set()
+        return flat
 
 
 class StandingSums(GradientSums):
     """Standing gradient memory. Kernels neither write nor add in place: they would have to know on the host whether
     the sum is empty."""
 
-    def __init__(self, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype):
-        self.standing = torch.zeros(size, dtype=dtype, device=device)
-        self.has_gradient = torch.zeros(len(spans), dtype=torch.bool, device=device)
-        self.of_reductions: dict[tuple[int, torch.dtype], Tensor] = {}
-        super().__init__(spans, size, device, dtype)
+    def open_standing_memory(self) -> None:
+        self.standing = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        parameters = len(self.spans)
+        self.has_gradient = torch.zeros(parameters, dtype=torch.bool, device=self.device)
+        self.of_reductions: dict[ReductionKey, Tensor] = {}
 
     def release(self) -> None:
         """Forget all gradients; the memory stays."""
@@ -122,9 +148,10 @@ class StandingSums(GradientSums):
 
     def memory_for_reduction(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The same memory in every step."""
-        if (size, dtype) not in self.of_reductions:
-            self.of_reductions[size, dtype] = torch.empty(size, dtype=dtype, device=device)
-        return self.of_reductions[size, dtype]
+        key = (size, dtype)
+        if key not in self.of_reductions:
+            self.of_reductions[key] = torch.empty(size, dtype=dtype, device=device)
+        return self.of_reductions[key]
 
     def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> Tensor | None:
         return None
@@ -136,10 +163,12 @@ class StandingSums(GradientSums):
         return False
 
     def add(self, number: int, gradient: Tensor) -> None:
-        place = self.place(number).view(gradient.shape)
+        memory = self.place(number)
+        place = memory.view(gradient.shape)
         is_further = self.has_gradient[number]
         # A select, not a product with zero: the memory may hold non-finite values of an earlier step.
-        total = torch.where(is_further, place + gradient, gradient)
+        added = place + gradient
+        total = torch.where(is_further, added, gradient)
         place.copy_(total)
         is_further.fill_(True)
 
@@ -149,20 +178,24 @@ class StandingSums(GradientSums):
             gradient = place.where(has_gradient, 0)
             place.copy_(gradient)
         for gap in self.gaps:
-            self.standing[gap].zero_()  # a reduction may have used the memory
+            memory = self.standing[gap]
+            memory.zero_()  # which a reduction may have used
         self.has_gradient.fill_(True)
         return self.standing
 
 
-GRADIENT_SUMS: dict[GradientMemory, type[GradientSums]] = {"fleeting": GradientSums, "standing": StandingSums}
+SumsMaker = type[GradientSums]
+GRADIENT_SUMS: dict[GradientMemory, SumsMaker] = {"fleeting": GradientSums, "standing": StandingSums}
 
 
-def gaps_between(spans: Sequence[Span], size: int) -> list[slice]:
+def gaps_between(spans: Spans, size: int) -> list[slice]:
     """The elements of a flat tensor that belong to no parameter."""
     gaps: list[slice] = []
     covered = 0
-    for start, end in [*spans, (size, size)]:
+    behind_the_last = (size, size)
+    for start, end in [*spans, behind_the_last]:
         if covered < start:
-            gaps.append(slice(covered, start))
+            gap = slice(covered, start)
+            gaps.append(gap)
         covered = end
     return gaps

@@ -13,21 +13,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Set
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from moefold.comm.collectives import all_reduce_no_grad
-from moefold.comm.grad_reduce import PendingReduction, reduce_scatter_bf16, reduce_scatter_fp32
+from moefold.comm.grad_reduce import PendingReduction, reduce_scatter_bf16, reduce_scatter_fp32, wait_for_nothing
 from moefold.comm.p2p import sum_over_members
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.layout.axes import World
 from moefold.layout.gradient_sink import attach_gradient_sink
 from moefold.shard.buckets import Bucket, units_of_buckets
 
+FIRST_STEPS = 3  # after which every parameter should have had a gradient
 GRADIENT_REDUCTIONS = {"fp32": reduce_scatter_fp32, "bf16": reduce_scatter_bf16}
 AccumulationHook = Callable[[Tensor], None]
+AfterReduction = Callable[[Bucket], None]
+UnitNames = Collection[str]
+
+
+def note_nothing(_: Bucket) -> None: ...
+
+
+def nothing_left() -> Tensor:
+    raise AssertionError("these gradients were freed")
+
+
+NOTHING_TO_AWAIT = PendingReduction(wait_for_nothing, nothing_left)
+
+
+def device_number(value: float, device: torch.device) -> Tensor:
+    """A number in fp64 on the device."""
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+class HeldMemory(NamedTuple):
+    """The flat gradient memory of a bucket, and this rank's share of the sum over ranks."""
+
+    flat: Tensor | None
+    reduced: Tensor | None
+
+
+class HeldGradients(NamedTuple):
+    """The gradients of a finished step: the scale of each unit, the memory of each bucket."""
+
+    scales: dict[str, Tensor]
+    memory: list[HeldMemory]
 
 
 class Gradients:
@@ -45,13 +78,14 @@ class Gradients:
         self.reduce = GRADIENT_REDUCTIONS[reduction]
         self.add_squares = add_squares
         self.units = units_of_buckets(buckets)
-        one = torch.ones((), dtype=torch.float64, device=world.device)
+        one = device_number(1.0, world.device)
         self.scales = dict.fromkeys(self.units, one)  # of each unit: what its sums are multiplied by when read
         # What this step has seen so far
         self.last: Set[str] = set()  # parameters whose next gradient is the last of the step
         self.moved: set[str] = set()  # parameters of which this rank's shares have seen a non-zero gradient
         self.missing: list[int] = []  # of each bucket: parameters whose gradients are incomplete
         self.reductions: list[PendingReduction] = []  # of the first buckets, in their order
+        self.after_reduction: AfterReduction = note_nothing  # called when a bucket's reduction has started
         # Parameters by name: the number of their bucket
         self.number_of: dict[str, int] = {}
         self.hooks: list[RemovableHandle] = []
@@ -65,10 +99,11 @@ class Gradients:
             lend = partial(sums.lend_gradient_memory, place)
             running = partial(sums.running_sum, place)
             attach_gradient_sink(parameter.tensor, lend, running)
-            hook = self.accumulation_hook(number, place, parameter.name)
+            name = parameter.name
+            hook = self.accumulation_hook(number, place, name)
             handle = parameter.tensor.register_post_accumulate_grad_hook(hook)
             self.hooks.append(handle)
-            self.number_of[parameter.name] = number
+            self.number_of[name] = number
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the parameters, so that a finished run can be freed: Python's collector does not see the
@@ -80,8 +115,10 @@ class Gradients:
         """Forget the step before; to be called before the first microbatch."""
         self.last = set()
         self.reductions = []
-        self.missing = [len(bucket.parameters) for bucket in self.buckets]
+        self.missing = []
         for bucket in self.buckets:
+            parameters = len(bucket.parameters)
+            self.missing.append(parameters)
             bucket.sums.release()
 
     def expect_last_gradients(self, names: Set[str]) -> None:
@@ -110,11 +147,19 @@ class Gradients:
             if tensor.grad is not None:
                 sums.add(place, tensor.grad)
                 tensor.grad = None
-            if name in self.last:
-                self.missing[number] -= 1
-                self.reduce_complete_buckets()
+            self.note_gradient(number, name)
 
         return accumulate_gradient
+
+    def note_gradient(self, number: int, name: str) -> None:
+        """A gradient has been added to its sum."""
+        if name in self.last:
+            self.missing[number] -= 1
+            self.reduce_complete_buckets()
+
+    def end_deferred_gradients(self, stage: int) -> None:
+        """Deferred weight gradients of a stage have been added; nothing is to be done where sums wait for the last
+        microbatch."""
 
     def reduce_complete_buckets(self) -> None:
         """Start the reductions of complete buckets. Buckets leave in their fixed order, the same on every rank,
@@ -124,8 +169,10 @@ class Gradients:
             if self.missing[number] > 0:
                 return
             bucket = self.buckets[number]
-            reduction = self.reduce(bucket.gradients, bucket.replicas, bucket.sums.memory_for_reduction)
+            allocate = bucket.sums.memory_for_reduction
+            reduction = self.reduce(bucket.gradients, bucket.replicas, allocate)
             self.reductions.append(reduction)
+            self.after_reduction(bucket)
 
     def finish(self, tokens: Tensor) -> None:
         """Wait for the sums over all ranks, to be divided by the number of tokens of the global batch."""
@@ -136,79 +183,146 @@ class Gradients:
 
     def complete_all(self) -> None:
         """Reduce all buckets: a parameter that took no part in the step has the gradient zero."""
-        self.missing = [0] * len(self.buckets)
+        buckets = len(self.buckets)
+        self.missing = [0] * buckets
         self.reduce_complete_buckets()
 
     def await_unit(self, unit: str) -> None:
         """Wait for the sums of a unit over all ranks."""
-        pipe = self.world.axis("pipe")
         for number, bucket in enumerate(self.buckets):
             if bucket.unit == unit:
-                arrived = self.reductions[number].arrived()
-                bucket.sums.reduced = sum_over_members(arrived, bucket.holders, pipe)
+                reduction = self.reductions[number]
+                arrived = reduction.arrived()
+                total = self.sum_over_copies(bucket, arrived)
+                bucket.sums.reduced = total
+
+    def sum_over_copies(self, bucket: Bucket, reduced: Tensor) -> Tensor:
+        """The sum of a reduced share over the ranks that hold the same share, in this pipeline stage and in others."""
+        total = all_reduce_no_grad(reduced, bucket.copies)
+        pipe = self.world.axis("pipe")
+        return sum_over_members(total, bucket.holders, pipe)
+
+    def release_unit(self, unit: str) -> None:
+        """Free the gradients of a unit whose sums have been used."""
+        for number, bucket in enumerate(self.buckets):
+            if bucket.unit == unit:
+                self.reductions[number] = NOTHING_TO_AWAIT
+                bucket.sums.release()
+
+    def held_bytes(self) -> int:
+        """Memory of gradients at this moment."""
+        held = 0
+        for bucket in self.buckets:
+            flat = bucket.sums.flat
+            if flat is not None:
+                held += flat.nbytes
+        return held
 
     def divide_by(self, tokens: Tensor) -> None:
         """Set the scale of all units to one over the tokens; a batch may have no label at all."""
-        count = tokens.double().clamp(min=1)
-        scale = count.reciprocal()
+        count = tokens.double()
+        has_labels = count > 0
+        at_least_one = count.where(has_labels, 1)
+        scale = at_least_one.reciprocal()
         self.scales = dict.fromkeys(self.units, scale)
 
     def invalidate_unless(self, finite: Tensor) -> None:
         """Make every scale NaN where a flag on the device is false: an optimizer then updates nothing."""
-        for unit, scale in self.scales.items():
+        for unit in self.units:
+            scale = self.scales[unit]
             self.scales[unit] = scale.where(finite, torch.nan)
+
+    def bytes(self) -> int:
+        """Memory of the sums of all buckets."""
+        total = 0
+        for bucket in self.buckets:
+            total += bucket.sums.nbytes
+        return total
+
+    def held(self) -> HeldGradients:
+        memory: list[HeldMemory] = []
+        for bucket in self.buckets:
+            sums = bucket.sums
+            held = HeldMemory(sums.flat, sums.reduced)
+            memory.append(held)
+        scales = dict(self.scales)
+        return HeldGradients(scales, memory)
+
+    def restore(self, held: HeldGradients) -> None:
+        """Make these the gradients of the last step: those of a captured step, which a replay has written again."""
+        self.scales = dict(held.scales)
+        for bucket, memory in zip(self.buckets, held.memory, strict=True):
+            bucket.sums.flat = memory.flat
+            bucket.sums.reduced = memory.reduced
 
     def gradient_shares(self) -> Iterator[Tensor]:
         """This rank's share of the gradient in each bucket, as copies."""
         for bucket in self.buckets:
             total = bucket.reduced_gradient_share
             wide = torch.promote_types(total.dtype, torch.float32)
-            yield total.to(wide) * self.scales[bucket.unit]
+            scale = self.scales[bucket.unit]
+            yield total.to(wide) * scale
 
-    def note_moved(self) -> None:
-        """Remember which parameters have a non-zero gradient in this rank's shares. Waits for the device."""
+    def note_moved(self, units: UnitNames | None = None) -> None:
+        """Remember which parameters have a non-zero gradient in this rank's shares, of some units or of all. Waits for
+        the device."""
+        units = self.units if units is None else units
         for bucket in self.buckets:
+            if bucket.unit not in units:
+                continue
             share = bucket.reduced_gradient_share
             for piece in bucket.pieces():
                 name = piece.parameter.name
                 gradient = share[piece.window]
-                if name not in self.moved and gradient.any():
+                if name in self.moved:
+                    continue
+                if gradient.any():
                     self.moved.add(name)
 
-    def norm(self, units: Collection[str] | None = None) -> Tensor:
+    def norm(self, units: UnitNames | None = None) -> Tensor:
         """The norm of the gradient, dense and expert parameters together, of some units or of all. Each element lies in
         the share of exactly one rank; of copies on several pipeline ranks one is counted."""
         units = self.units if units is None else units
-        device = self.world.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        counted = [bucket for bucket in self.buckets if self.counts_in_norm(bucket, units)]
-        shares = [bucket.reduced_gradient_share for bucket in counted]
-        self.add_squares(total, *shares)
-        total = all_reduce_no_grad(total, self.world.everyone)
-        return total.sqrt() * self.common_scale(units)
+        squares = device_number(0.0, self.world.device)
+        shares: list[Tensor] = []
+        for bucket in self.buckets:
+            if self.counts_in_norm(bucket, units):
+                shares.append(bucket.reduced_gradient_share)
+        self.add_squares(squares, *shares)
+        everyone = self.world.everyone
+        total = all_reduce_no_grad(squares, everyone)
+        unscaled = total.sqrt()
+        return unscaled * self.common_scale(units)
 
-    def common_scale(self, units: Collection[str]) -> Tensor:
+    def common_scale(self, units: UnitNames) -> Tensor:
         """The scale of units that are measured together, which is the same for all of them."""
         first_unit = next(iter(units))
         return self.scales[first_unit]
 
-    def counts_in_norm(self, bucket: Bucket, units: Collection[str]) -> bool:
-        if bucket.unit not in units:
+    def counts_in_norm(self, bucket: Bucket, units: UnitNames) -> bool:
+        is_first_copy = bucket.copies.index == 0
+        if bucket.unit not in units or not is_first_copy:
             return False
         if not bucket.holders:
             return True
+        pp = self.world.axis("pp")
         first_holder = bucket.holders[0]
-        return first_holder == self.world.axis("pp").index
+        return first_holder == pp.index
 
-    def clip(self, max_norm: float, units: Collection[str] | None = None) -> Tensor:
+    def clip(self, max_norm: float, units: UnitNames | None = None) -> Tensor:
         """Scale the gradient of some units, or of all, down to `max_norm` if its norm is larger; returns the norm
         before. If the norm is not finite, the scale becomes NaN, and an optimizer updates nothing."""
         units = self.units if units is None else units
         norm = self.norm(units)
-        ratio = max_norm / (norm + 1e-6)
+        self.scale_down(max_norm, norm, norm, units)
+        return norm
+
+    def scale_down(self, max_norm: float, norm: Tensor, measure: Tensor, units: UnitNames) -> None:
+        """Scale the gradient of units with this norm as if their norm were `measure`."""
+        ratio = max_norm / (measure + 1e-6)
+        at_most_one = ratio.clamp(max=1.0)
         unclipped = self.common_scale(units)
-        clipped = unclipped * ratio.clamp(max=1.0)
+        clipped = unclipped * at_most_one
         finite = norm.isfinite()
         scale = clipped.where(finite, torch.nan)
         self.scales |= dict.fromkeys(units, scale)
-        return norm

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from moefold.comm.collectives import DIST_ALL_GATHER, all_reduce_max_no_grad, announce
+from moefold.layout.axes import Axis
 from moefold.layout.declare import DeclaringModule
-from moefold.layout.weight_copies import count_change
+from moefold.layout.weight_copies import count_change, repeat_change
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import WeightStorage, Wire
 
@@ -40,7 +41,8 @@ class Publisher:
         self.bucket_of: dict[int, int] = {}  # by the identity of a parameter
         for number, bucket in enumerate(buckets):
             for parameter in bucket.parameters:
-                self.bucket_of[id(parameter.tensor)] = number
+                identity = id(parameter.tensor)
+                self.bucket_of[identity] = number
         for module in model.modules():
             if isinstance(module, DeclaringModule):
                 self.attach_module(module)
@@ -50,56 +52,81 @@ class Publisher:
         """Let calls of the module wait for the parameters that it reads. Frozen ones are in no bucket."""
         own = module.parameters(recurse=False)
         used = (*own, *module.borrowed)
-        needed = {self.bucket_of[id(parameter)] for parameter in used if parameter.requires_grad}
-        gathered = [number for number in sorted(needed) if self.has_replicas(number)]
-        if gathered:
-            hook = partial(self.await_before_use, gathered)
+        needed: set[int] = set()
+        for parameter in used:
+            if parameter.requires_grad:
+                number = self.bucket_of[id(parameter)]
+                needed.add(number)
+        gathered = filter(self.has_replicas, needed)
+        in_order = sorted(gathered)
+        if in_order:
+            hook = partial(self.await_buckets, in_order)
             module.register_forward_pre_hook(hook)
 
     def has_replicas(self, number: int) -> bool:
-        return self.buckets[number].replicas.size > 1
+        replicas = self.buckets[number].replicas
+        return replicas.size > 1
 
     def publish(self) -> None:
         """Start gathering every bucket's weights from the ranks that updated them, or that loaded their share."""
         self.note_new_weights()
         for bucket in self.buckets:  # all of them before the first gather, which agreements would wait for
-            agree = partial(all_reduce_max_no_grad, axis=bucket.replicas)
+            replicas = bucket.replicas
+            agree = partial(all_reduce_max_no_grad, axis=replicas)
             bucket.storage.before_gather(agree)
-        for number in reversed(range(len(self.buckets))):  # buckets are filled from the model's end
+        numbers = range(len(self.buckets))
+        for number in reversed(numbers):  # buckets are filled from the model's end
             self.publish_bucket(number)
 
     def note_new_weights(self) -> None:
         """Declare that weights were written: copies of them no longer hold."""
         for bucket in self.buckets:
-            count_change(parameter.tensor for parameter in bucket.parameters)
+            written = [parameter.tensor for parameter in bucket.parameters]
+            count_change(written)
 
     def publish_bucket(self, number: int) -> None:
         if not self.has_replicas(number):
             return
         bucket = self.buckets[number]
-        wires = bucket.storage.wire_tensors(bucket.share)
-        works = [self.start_gather(bucket, wire) for wire in wires]
-        sent = [wire.mine for wire in wires]
-        self.under_way[number] = PendingGather(bucket.storage, works, sent)
-
-    def start_gather(self, bucket: Bucket, wire: Wire) -> Any:
-        replicas = bucket.replicas
-        mine = wire.mine
-        others = replicas.size - 1
-        announce("publish", replicas, mine, mine.nbytes * others)
-        return DIST_ALL_GATHER(wire.gathered, mine, group=replicas.group, async_op=True)
-
-    def await_before_use(self, needed: list[int], *_: object) -> None:
-        self.await_buckets(needed)
+        self.under_way[number] = gather_shares(bucket, "publish")
 
     def await_before_saving(self, *_: object) -> None:
         self.await_all_buckets()
 
     def await_all_buckets(self) -> None:
-        self.await_buckets(list(self.under_way))
+        numbers = list(self.under_way)
+        self.await_buckets(numbers)
 
-    def await_buckets(self, numbers: list[int]) -> None:
+    def await_buckets(self, numbers: list[int], *_: object) -> None:
         for number in numbers:
             gather = self.under_way.pop(number, None)
             if gather is not None:
                 gather.wait()
+
+
+def gather_shares(bucket: Bucket, what: str) -> PendingGather:
+    """Start to gather the weights of a bucket from its replicas."""
+    storage = bucket.storage
+    wires = storage.wire_tensors(bucket.share)
+    works: list[Any] = []
+    sent: list[Tensor] = []
+    for wire in wires:
+        work = start_gather(wire, bucket.replicas, what)
+        works.append(work)
+        sent.append(wire.mine)
+    return PendingGather(storage, works, sent)
+
+
+def start_gather(wire: Wire, replicas: Axis, what: str) -> Any:
+    mine = wire.mine
+    others = replicas.size - 1
+    sent = mine.nbytes * others
+    announce(what, replicas, mine, sent)
+    return DIST_ALL_GATHER(wire.gathered, mine, group=replicas.group, async_op=True)
+
+
+def note_replayed_update(buckets: list[Bucket]) -> None:
+    """Declare that a replay of the last step has written weights, and again those copies that the step wrote."""
+    for bucket in buckets:
+        written = [parameter.tensor for parameter in bucket.parameters]
+        repeat_change(written)

@@ -19,7 +19,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moefold.kernels.optimizer.adamw import stochastic_round, weight_random_bits
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest, upper_bfloat16
+
+MoveTensor = Callable[[Tensor], Tensor]
+Shape = Sequence[int]
 
 
 class LogicalValues(Protocol):
@@ -33,9 +37,12 @@ class LogicalValues(Protocol):
     def put(self, first: int, last: int, values: Tensor) -> None: ...
 
 
+SavedValues = Tensor | LogicalValues
+
+
 class FusedOperands(NamedTuple):
     """Tensors that a fused kernel updates in one pass. `weights` None: there are none beside `main`. `main` as int16:
-    the lower bits that bf16 `weights` lack of fp32."""
+    the lower bits that bf16 `weights` lack of fp32. `main` as bf16: the model's own, to be rounded stochastically."""
 
     main: Tensor
     weights: Tensor | None
@@ -51,8 +58,12 @@ class Wire(NamedTuple):
 class WeightStorage(Protocol):
     weights: Tensor  # flat, in the precision of the model: the parameters are views of it
 
-    def parameter_view(self, start: int, shape: Sequence[int]) -> Tensor:
+    def parameter_view(self, start: int, shape: Shape) -> Tensor:
         """The tensor of a Parameter that begins at that element."""
+        ...
+
+    def weights_of_share(self, share: slice) -> Tensor:
+        """The share's weights, which the optimizer updates."""
         ...
 
     def open_main_weights(self, share: slice) -> None:
@@ -63,8 +74,9 @@ class WeightStorage(Protocol):
         """Main weights of the share in fp32 or better: the live tensor where one exists, else a copy."""
         ...
 
-    def refresh_weights(self, values: Tensor) -> None:
-        """Store new main weights, and round them into the weights of the share."""
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
+        """Store new main weights, and round them into the weights of the share. `seed`: of stochastic rounding, for
+        weights without main weights."""
         ...
 
     def fused_operands(self) -> FusedOperands | None:
@@ -81,11 +93,11 @@ class WeightStorage(Protocol):
         """Called when everything on the wire has been gathered."""
         ...
 
-    def logical_values(self) -> Tensor | LogicalValues | None:
+    def logical_values(self) -> SavedValues | None:
         """Main weights to save and load; None where the model's own weights are the main weights."""
         ...
 
-    def unheld_values(self) -> Tensor | LogicalValues | None:
+    def unheld_values(self) -> SavedValues | None:
         """The model's weights of the share, in the model's dtype; None where the parameters hold them."""
         ...
 
@@ -95,6 +107,10 @@ class WeightStorage(Protocol):
 
     def main_weight_bytes(self) -> int:
         """Memory of the main weights beyond that of the weights."""
+        ...
+
+    def move_main_weights(self, move: MoveTensor) -> None:
+        """Replace what is kept of main weights beside the weights by a copy elsewhere."""
         ...
 
 
@@ -108,18 +124,22 @@ class FlatWeights:
     def __init__(self, size: int, like: Tensor):
         self.weights = like.new_zeros(size)
 
-    def parameter_view(self, start: int, shape: Sequence[int]) -> Tensor:
+    def parameter_view(self, start: int, shape: Shape) -> Tensor:
         return flat_part(self.weights, start, shape)
+
+    def weights_of_share(self, share: slice) -> Tensor:
+        return self.weights[share]
 
     def before_gather(self, agree: LargestOfReplicas) -> None: ...
 
     def wire_tensors(self, share: slice) -> list[Wire]:
-        mine = self.weights[share].clone()  # a gather must not read and write the same memory
+        weights_of_share = self.weights[share]
+        mine = weights_of_share.clone()  # a gather must not read and write the same memory
         return [Wire(self.weights, mine)]
 
     def after_gather(self) -> None: ...
 
-    def unheld_values(self) -> Tensor | LogicalValues | None:
+    def unheld_values(self) -> SavedValues | None:
         return None
 
     def weight_bytes(self) -> int:
@@ -130,8 +150,9 @@ class PlainWeights(FlatWeights):
     """Main weights are the weights themselves, or an fp32 copy of bf16 weights."""
 
     def open_main_weights(self, share: slice) -> None:
-        self.share_of_weights = self.weights[share]
-        wide = torch.promote_types(self.weights.dtype, torch.float32)
+        self.share_of_weights = self.weights_of_share(share)
+        dtype = self.weights.dtype
+        wide = torch.promote_types(dtype, torch.float32)
         self.main = self.share_of_weights.to(wide)  # the same tensor, where the weights are wide already
 
     @property
@@ -141,47 +162,64 @@ class PlainWeights(FlatWeights):
     def main_values(self) -> Tensor:
         return self.main
 
-    def refresh_weights(self, values: Tensor) -> None:
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
         if values is not self.main:
             self.main.copy_(values)
         if self.has_main_copy:
-            rounded = round_to_nearest(self.main, self.weights.dtype)
+            dtype = self.weights.dtype
+            rounded = round_to_nearest(self.main, dtype)
             self.share_of_weights.copy_(rounded)
 
     def fused_operands(self) -> FusedOperands:
-        weights = self.share_of_weights if self.has_main_copy else None
+        weights = None
+        if self.has_main_copy:
+            weights = self.share_of_weights
         return FusedOperands(self.main, weights)
 
     def logical_values(self) -> Tensor | None:
-        return self.main if self.has_main_copy else None
+        if not self.has_main_copy:
+            return None
+        return self.main
 
     def main_weight_bytes(self) -> int:
-        return self.main.nbytes if self.has_main_copy else 0
+        if not self.has_main_copy:
+            return 0
+        return self.main.nbytes
+
+    def move_main_weights(self, move: MoveTensor) -> None:
+        if self.has_main_copy:
+            self.main = move(self.main)
 
 
 class SplitFp32Weights(FlatWeights):
     """bf16 weights, and of this rank's share the 16 bits they lack of fp32 (kernels/optimizer/split_fp32.py)."""
 
     def open_main_weights(self, share: slice) -> None:
-        upper = self.weights[share]
+        upper = self.weights_of_share(share)
         lower = torch.zeros_like(upper, dtype=torch.int16)
         self.values = SplitValues(upper, lower)
 
     def main_values(self) -> Tensor:
-        return self.values.get(0, len(self.values))
+        whole = len(self.values)
+        return self.values.get(0, whole)
 
-    def refresh_weights(self, values: Tensor) -> None:
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
         whole = len(self.values)
         self.values.put(0, whole, values)
 
     def fused_operands(self) -> FusedOperands:
-        return FusedOperands(self.values.lower, self.values.upper)
+        values = self.values
+        return FusedOperands(values.lower, values.upper)
 
     def logical_values(self) -> LogicalValues:
         return self.values
 
     def main_weight_bytes(self) -> int:
         return self.values.lower.nbytes
+
+    def move_main_weights(self, move: MoveTensor) -> None:
+        values = self.values
+        values.lower = move(values.lower)
 
 
 @dataclass
@@ -196,30 +234,130 @@ class SplitValues:
         return len(self.upper)
 
     def __getitem__(self, window: slice) -> SplitValues:
-        return SplitValues(self.upper[window], self.lower[window])
+        upper = self.upper[window]
+        lower = self.lower[window]
+        return SplitValues(upper, lower)
 
     def get(self, first: int, last: int) -> Tensor:
         window = self[first:last]
-        return joined_fp32(window.upper, window.lower)
+        upper = window.upper
+        lower = window.lower.to(upper.device)
+        return joined_fp32(upper, lower)
 
     def put(self, first: int, last: int, values: Tensor) -> None:
         window = self[first:last]
-        values = values.to(window.upper.device, self.dtype)
-        window.upper.copy_(upper_bfloat16(values))
-        window.lower.copy_(lower_16_bits(values))
+        device = window.upper.device
+        wide = values.to(device, self.dtype)
+        window.upper.copy_(upper_bfloat16(wide))
+        window.lower.copy_(lower_16_bits(wide))
+
+
+class ShardedWeights(FlatWeights):
+    """Weights of which a rank keeps its share. The flat tensor has memory from `allocate` to `free`, its parameters
+    have values once the shares of all replicas are gathered (shard/gathered_units.py). Its address may be another each
+    time, but views of it stay views: memory is taken from and given to one storage object."""
+
+    own: Tensor | None = None
+
+    def weights_of_share(self, share: slice) -> Tensor:
+        if self.own is None:
+            mine = self.weights[share]
+            self.own = mine.clone()
+        return self.own
+
+    def allocate(self) -> None:
+        memory = self.weights.untyped_storage()
+        memory.resize_(self.weights.nbytes)
+
+    def free(self) -> None:
+        memory = self.weights.untyped_storage()
+        memory.resize_(0)
+
+    def wire_tensors(self, share: slice) -> list[Wire]:
+        mine = self.weights_of_share(share)
+        return [Wire(self.weights, mine)]
+
+    def weight_bytes(self) -> int:
+        """Memory between steps."""
+        if self.own is None:
+            return 0
+        return self.own.nbytes
+
+
+class RoundedWeights(FlatWeights):
+    """bf16 weights without main weights: what an update adds below their resolution is kept in the mean, by stochastic
+    rounding (kernels/optimizer/adamw.py). Other changes are rounded to nearest."""
+
+    def open_main_weights(self, share: slice) -> None:
+        self.first = share.start
+        self.share_of_weights = self.weights_of_share(share)
+
+    def main_values(self) -> Tensor:
+        return self.share_of_weights.float()
+
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
+        dtype = self.weights.dtype
+        if seed is not None:
+            size = len(values)
+            random_bits = weight_random_bits(self.first, size, seed, values.device)
+            values = stochastic_round(values, dtype, random_bits)
+        rounded = round_to_nearest(values, dtype)
+        self.share_of_weights.copy_(rounded)
+
+    def fused_operands(self) -> FusedOperands:
+        return FusedOperands(self.share_of_weights, None)
+
+    def logical_values(self) -> None:
+        return None
+
+    def main_weight_bytes(self) -> int:
+        return 0
+
+    def move_main_weights(self, move: MoveTensor) -> None: ...
 
 
 def storage_maker(main: str) -> StorageMaker:
     """The storage of bf16 weights for a setting of `optim.main`. Weights that are wider are stored plainly."""
 
     def make_storage(size: int, like: Tensor) -> WeightStorage:
-        if main == "split" and like.dtype == torch.bfloat16:
-            return SplitFp32Weights(size, like)
-        return PlainWeights(size, like)
+        if like.dtype != torch.bfloat16:
+            return PlainWeights(size, like)
+        make = STORAGES[main]
+        return make(size, like)
 
     return make_storage
 
 
-def flat_part(flat: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+def sharded_storage_maker(main: str) -> StorageMaker:
+    """The storage of fully sharded weights, as `storage_maker` has it for whole ones."""
+
+    def make_storage(size: int, like: Tensor) -> WeightStorage:
+        if like.dtype != torch.bfloat16:
+            return ShardedPlainWeights(size, like)
+        make = SHARDED_STORAGES[main]
+        return make(size, like)
+
+    return make_storage
+
+
+class ShardedPlainWeights(ShardedWeights, PlainWeights): ...
+
+
+class ShardedSplitWeights(ShardedWeights, SplitFp32Weights): ...
+
+
+class ShardedRoundedWeights(ShardedWeights, RoundedWeights): ...
+
+
+STORAGES: dict[str, StorageMaker] = {"fp32": PlainWeights, "split": SplitFp32Weights, "none": RoundedWeights}
+SHARDED_STORAGES: dict[str, StorageMaker] = {
+    "fp32": ShardedPlainWeights,
+    "split": ShardedSplitWeights,
+    "none": ShardedRoundedWeights,
+}
+
+
+def flat_part(flat: Tensor, start: int, shape: Shape) -> Tensor:
     stop = start + prod(shape)
-    return flat[start:stop].view(tuple(shape))
+    part = flat[start:stop]
+    return part.view(tuple(shape))

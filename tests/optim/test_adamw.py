@@ -11,7 +11,7 @@ import torch
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import Facts
+from moefold.kernels.facts import Facts, moments_in_words
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
@@ -46,7 +46,7 @@ def make_both(
 ) -> tuple[Transformer, list[Bucket], Optimizer]:
     model = make(dtype)
     buckets = fill_buckets(model, single_rank_world(), storage=storage_maker(optim.main))
-    facts = Facts("cpu", dtype, hidden=16, ffn=16, moments=optim.moments, main=optim.main)
+    facts = Facts("cpu", dtype, hidden=16, ffn=16, moments=moments_in_words(optim), main=optim.main)
     return model, buckets, build_optimizer(buckets, optim, BoundKernels(facts, force))
 
 

@@ -9,20 +9,9 @@ import torch
 
 from moefold.layout.axes import single_rank_world
 from moefold.shard.buckets import block_of_parameter, fill_buckets
-from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping
+from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping, PreviousNormClipping, UnitNormClipping
 from moefold.shard.gradients import Gradients
 from tests.shard.test_gradients import make
-
-
-class UnitNormClipping:
-    needs_all_units = False
-
-    def __init__(self, max_norm: float):
-        self.max_norm = max_norm
-
-    def clip_units(self, gradients: Gradients, units: Collection[str]) -> torch.Tensor:
-        norms = [gradients.clip(self.max_norm, [unit]) for unit in units]
-        return torch.stack(norms).norm()
 
 
 class NoClipping:
@@ -30,6 +19,8 @@ class NoClipping:
 
     def clip_units(self, gradients: Gradients, units: Collection[str]) -> torch.Tensor:
         return gradients.norm(units)
+
+    def end_step(self, norm: torch.Tensor) -> None: ...
 
 
 def filled(value: float) -> Gradients:
@@ -62,3 +53,18 @@ def test_a_unit_of_its_own_is_spoilt_alone():
     spoilt.gradients[0] = torch.nan
     UnitNormClipping(0.5).clip_units(gradients, gradients.units)
     assert {unit for unit, scale in gradients.scales.items() if scale.isnan()} == {spoilt.unit}
+
+
+def test_the_norm_of_the_step_before_clips_all_units_alike_and_the_first_step_has_its_own():
+    policy = PreviousNormClipping(1.0, torch.device("cpu"))
+    first = filled(3.0)
+    norm = policy.clip_units(first, first.units)
+    policy.end_step(norm)
+    torch.testing.assert_close(first.scales[first.units[0]], 1 / (norm + 1e-6))
+    second = filled(5.0)
+    for unit in second.units:
+        policy.clip_units(second, [unit])
+        torch.testing.assert_close(second.scales[unit], 1 / (norm + 1e-6))
+    policy.end_step(torch.tensor(torch.nan, dtype=torch.float64))
+    assert policy.previous == norm, "a step without a norm does not count"
+    assert dict(policy.named_state())["previous_norm"] is policy.previous

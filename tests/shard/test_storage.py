@@ -48,13 +48,16 @@ class Int8Weights:
     def parameter_view(self, start: int, shape: Sequence[int]) -> torch.Tensor:
         return flat_part(self.weights, start, shape)
 
+    def weights_of_share(self, share: slice) -> torch.Tensor:
+        return self.weights[share]
+
     def open_main_weights(self, share: slice) -> None:
         self.share, self.main = share, self.weights[share].float()
 
     def main_values(self) -> torch.Tensor:
         return self.main
 
-    def refresh_weights(self, values: torch.Tensor) -> None:
+    def refresh_weights(self, values: torch.Tensor, seed: torch.Tensor | None = None) -> None:
         self.main.copy_(values)
         self.scales[self.number] = self.main.abs().max() / 127
         self.codes[self.share] = (self.main / self.scales[self.number]).round().to(torch.int8)

@@ -1,0 +1,170 @@
+"""Fully sharded runs: published weights in and out by shares, validation and samples, gathers beside compute."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+from moefold.checkpoint.hf.config_json import describe_model
+from moefold.checkpoint.hf.export import export_hf_weights
+from moefold.checkpoint.hf.model_folder import open_model_folder
+from moefold.comm import byte_counters
+from moefold.config.run import Config, DataConfig, MemoryConfig, ParallelConfig, ShardConfig, TrainConfig
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.model.steps import PassKey, PassKind, Step
+from moefold.observe.printer import print_nothing
+from moefold.observe.trace import StepTracer, TraceEvent
+from moefold.presets.zoo import PRESETS
+from moefold.shard import publish
+from moefold.train.assemble import assemble_run
+from moefold.train.evaluate import sample_text, validation_loss
+from moefold.train.from_hf import starting_weights
+from moefold.train.parity import random_corpus, shrink_config
+from moefold.train.step import take_next_step
+from tests.support.hf_models import CASES, make, save
+from tests.support.ranks import run_ranks
+from tests.support.resident_weights import assemble_watched_run
+
+
+def config_of(folder: Path, shard: ShardConfig, parallel: ParallelConfig) -> Config:
+    return Config(
+        model=describe_model(open_model_folder(folder)).model,
+        data=DataConfig(seq_len=16, tokenizer="byte"),
+        train=TrainConfig(precision="fp64", device="cpu", global_batch=4, micro_batch=1, validate_sequences=4),
+        shard=shard,
+        parallel=parallel,
+    )
+
+
+def fold(world: World, config: Config) -> World:
+    if world.size == 1:
+        return world
+    return create_world(world.rank, world.size, world.device, config.parallel, replicas=config.shard.replicas)
+
+
+def train_from_folder(world: World, path: str, config: Config) -> tuple[list[float], str, dict[str, Any]]:
+    """Losses before, in and after a step from a folder's weights; what was held beyond shares and two units; and the
+    weights under their names there, as they were before the step."""
+    folder = Path(path)
+    here = fold(world, config)
+    fill = starting_weights(folder, config, here, print_nothing)
+    run, weights = assemble_watched_run(config, here, random_corpus(config), fill)
+    described = describe_model(open_model_folder(folder))
+    exported = export_hf_weights(run.model, described.model, here, described.family.kind, torch.float32)
+    tensors = {name: tensor.clone() for name, tensor in exported}
+    losses = [validation_loss(run)]
+    with run.executor.observed_by(weights):
+        losses.append(take_next_step(run).loss)
+    losses.append(validation_loss(run))
+    return losses, weights.excess(config), tensors if world.rank == 0 else {}
+
+
+def test_published_weights_are_read_and_given_back_by_shares(tmp_path: Path):
+    """Stacks of experts, a tied head, and layers that look ahead; a rank reads no more than its share."""
+    kind, options = CASES["deepseek v3"]
+    folder = save(make(kind, **{**options, "num_hidden_layers": 4, "vocab_size": 256}), tmp_path / "hf")
+    alone = config_of(folder, ShardConfig(), ParallelConfig())
+    expected, _, _ = train_from_folder(single_rank_world(), str(folder), alone)
+    sharded = config_of(folder, ShardConfig("zero3"), ParallelConfig(ep=2))
+    before = load_file(folder / "model.safetensors")
+    for losses, excess, exported in run_ranks(train_from_folder, 4, str(folder), sharded):
+        assert not excess
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
+        if exported:
+            assert exported.keys() == before.keys()
+            assert all(torch.equal(exported[name], before[name].float()) for name in before)
+
+
+def tiny(shard: ShardConfig, world: int, **changes: Any) -> Config:
+    config = replace(PRESETS["tiny"](), shard=shard, **changes)
+    small = shrink_config(replace(config, train=replace(config.train, precision="fp64")), world)
+    return replace(small, train=replace(small.train, sample_tokens=3))
+
+
+def sample(world: World, config: Config) -> tuple[str, float]:
+    run = assemble_run(config, fold(world, config), Path("."), corpus=random_corpus(config))
+    take_next_step(run)
+    return sample_text(run, "ab"), validation_loss(run)
+
+
+def test_validation_and_samples_are_those_of_one_rank():
+    text, loss = sample(single_rank_world(), replace(tiny(ShardConfig(), 4), shard=ShardConfig()))
+    for sharded_text, sharded_loss in run_ranks(sample, 4, tiny(ShardConfig("zero3"), 4)):
+        assert sharded_text == text
+        assert abs(sharded_loss - loss) < 1e-9
+
+
+COMPUTE, GATHER = 0.02, 0.01  # seconds of a step with weights, and of a gather
+
+
+class SlowWork:
+    """A gather that takes its time from when it was begun."""
+
+    def __init__(self, work: Any):
+        self.work = work
+        self.end = time.time() + GATHER
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(max(0.0, self.end - time.time()))
+
+
+class SlowSteps:
+    """An observer that makes attention slow."""
+
+    def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        if step.spec.name in ("attend", "predict"):
+            time.sleep(COMPUTE)
+
+    def after(self, step: Step, kind: PassKind, key: PassKey) -> None: ...
+
+
+def traced_step(world: World, config: Config) -> tuple[list[TraceEvent], int]:
+    """The spans of a step's steps and gathers, and the bytes that gathers sent."""
+    gather = publish.DIST_ALL_GATHER
+
+    def begin_slowly(*args: Any, **options: Any) -> SlowWork:
+        return SlowWork(gather(*args, **options))
+
+    run = assemble_run(config, fold(world, config), Path("."), corpus=random_corpus(config))
+    with mock.patch.object(publish, "DIST_ALL_GATHER", begin_slowly):
+        take_next_step(run)
+        run.executor.spans.start_recording()
+        tracer = StepTracer(run.executor.spans)
+        with run.executor.observed_by(tracer, SlowSteps()), byte_counters.counted_bytes_sent() as sent:
+            take_next_step(run)
+    return run.executor.spans.events, sum(count for (what, *_), count in sent.items() if what == "unit")
+
+
+def overlapped(events: list[TraceEvent]) -> tuple[int, int]:
+    """How many gathers there are, and how many lie beside a slow step of another unit."""
+    gathers = [event for event in events if event.lane == "gathers"]
+    slow = [event for event in events if event.name.startswith(("attend", "predict"))]
+    beside = [gather for gather in gathers if any(gather.start < step.start < gather.end for step in slow)]
+    return len(gathers), len(beside)
+
+
+def test_units_are_gathered_while_the_unit_before_computes():
+    """Of one microbatch: embedding, two blocks and head forward; backward the head is there, and the embedding needs
+    no compute before it."""
+    config = tiny(ShardConfig("zero3"), 2)
+    config = replace(config, train=replace(config.train, global_batch=2))
+    for events, _ in run_ranks(traced_step, 2, config):
+        names = [event.name for event in events if event.lane == "gathers"]
+        assert names == ["embedding", "blocks.0", "blocks.1", "head", "blocks.0", "embedding"], names
+        count, beside = overlapped(events)
+        assert beside >= count - 2, f"{beside} of {count} gathers beside compute"
+
+
+def test_recompute_gathers_nothing_twice():
+    config = tiny(ShardConfig("zero3"), 2)
+    again = replace(config, memory=MemoryConfig(("layer",)))
+    (_, plain), _ = run_ranks(traced_step, 2, config)
+    (_, recomputing), _ = run_ranks(traced_step, 2, again)
+    assert recomputing == plain
