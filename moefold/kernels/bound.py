@@ -28,14 +28,17 @@ class BoundKernels:
         self.related: dict[Facts, BoundKernels] = {}  # for other facts
 
     def __getitem__(self, op: KernelOp[P, R]) -> Callable[P, R]:
-        if op.name not in self.chosen:
+        chosen = self.chosen
+        if op.name not in chosen:
             name = self.implementation_name(op)
-            self.chosen[op.name] = op.implementations[name]
-        return self.chosen[op.name]
+            implementation = op.implementations[name]
+            chosen[op.name] = implementation
+        return chosen[op.name]
 
     def implementation_name(self, op: KernelOp[P, R]) -> str:
+        facts = self.facts
         forced = self.forced.get(op.name)
-        name, _ = pick_implementation(op.name, self.facts, forced)
+        name, _ = pick_implementation(op.name, facts, forced)
         return name
 
     def with_facts(self, **changes: Any) -> BoundKernels:
@@ -44,6 +47,7 @@ class BoundKernels:
         if facts == self.facts:
             return self
         if facts not in self.related:
-            self.related[facts] = BoundKernels(facts)
-            self.related[facts].forced = self.forced
+            kernels = BoundKernels(facts)
+            kernels.forced = self.forced
+            self.related[facts] = kernels
         return self.related[facts]

@@ -7,7 +7,7 @@ without code, or the reverse, is an error at import or in a test.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from moefold.config.errors import UserError, one_of
 from moefold.kernels.attention import choices as attention
@@ -33,16 +33,47 @@ CATALOG: Choices = {  # op -> its fast implementations, the preferred first
 }
 
 
+# Implementations that read values of the device on the host: a step that calls one cannot be captured.
+HOST_READERS = {
+    "adamw": ("reference", "fused"),
+    "adamw_blocks": ("reference", "fused"),
+    "grouped_gemm": ("reference",),
+    "grouped_gemm_weight": ("reference",),
+}
+
+
+def host_readers(chosen: Mapping[str, str]) -> list[str]:
+    """Those of the chosen implementations, by op, that read on the host. Fused experts call no grouped GEMM."""
+    found: list[str] = []
+    expert_mlp = chosen.get("expert_mlp", "reference")
+    fused = expert_mlp != "reference"
+    for op, readers in HOST_READERS.items():
+        is_part = op.startswith("grouped_gemm")
+        if fused and is_part:
+            continue
+        name = chosen.get(op)
+        if name in readers:
+            found.append(f"{op} = {name}")
+    return found
+
+
 def pick_implementation(op: str, facts: Facts, forced: str | None = None) -> tuple[str, str]:
     """The name of the implementation to use, and the reason in words."""
-    wanted = [choice for choice in CATALOG[op] if forced in (None, choice.name)]
+    wanted = CATALOG[op]
+    if forced is not None:
+        wanted = [choice for choice in wanted if choice.name == forced]
     able = [choice for choice in wanted if choice.when(facts)]
     if able:
         best = min(able, key=lambda choice: choice.cost(facts))
-        return best.name, "asked for" if forced else reason_to_choose(best, facts)
+        why = "asked for" if forced else reason_to_choose(best, facts)
+        return best.name, why
     if forced == "reference":
         return "reference", "asked for"
-    reasons = dict.fromkeys(choice.reason_against(facts) for choice in wanted)  # each once
+    reasons: dict[str, None] = {}  # each once
+    for choice in wanted:
+        if forced or not choice.on_request:
+            reason = choice.reason_against(facts)
+            reasons[reason] = None
     passed_over = "; ".join(reasons)
     if forced is not None:
         raise UserError(f"kernels.force: {op}={forced} cannot run here: {passed_over}; leave it out")
@@ -60,6 +91,8 @@ def forced_implementations(force: Iterable[str]) -> dict[str, str]:
     for text in force:
         op, _, name = text.partition("=")
         one_of("kernel operation (kernels.force, as op=name)", op, CATALOG)
-        names = ["reference", *(choice.name for choice in CATALOG[op])]
-        forced[op] = one_of(f"implementation of {op}", current_name(name), names)
+        choices = CATALOG[op]
+        names = [choice.name for choice in choices]
+        wanted = current_name(name)
+        forced[op] = one_of(f"implementation of {op}", wanted, ["reference", *names])
     return forced

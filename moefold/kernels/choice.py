@@ -32,6 +32,7 @@ class Choice:
     cost: Callable[[Facts], float] = costs_nothing
     note: Callable[[Facts], str] = adds_no_note
     refusal: Callable[[Facts], str] = adds_no_note
+    on_request: bool = False  # a key asks for it; without that key it is not worth a word
 
     def reason_against(self, facts: Facts) -> str:
         return self.refusal(facts) or f"{self.name} needs {self.needs}"
@@ -61,13 +62,31 @@ def runs_on_cuda(facts: Facts) -> bool:
     return facts.device == "cuda"
 
 
+def is_invariant(facts: Facts) -> bool:
+    return facts.invariant
+
+
+def costs_less_than_nothing(_: Facts) -> float:
+    return -1.0
+
+
+def invariant_choice(why: str) -> Choice:
+    """What runs where `kernels.invariant` asks for bits that do not depend on the batch."""
+    needs = "kernels.invariant"
+    return Choice("invariant", is_invariant, needs, why, costs_less_than_nothing, on_request=True)
+
+
+TILED_ROWS = invariant_choice("rows in tiles of 64: bits of a row do not depend on the others (kernels.invariant)")
+
+
 def triton_runs(facts: Facts) -> bool:
-    return facts.device == "cuda" and facts.capability >= (8, 0) and facts.triton
+    is_recent = facts.capability >= (8, 0)
+    return runs_on_cuda(facts) and is_recent and facts.triton
 
 
 def triton_computes(facts: Facts) -> bool:
     """Kernels with arithmetic compute in fp32; kernels that only move rows take any dtype."""
-    return triton_runs(facts) and facts.dtype != "fp64"
+    return triton_runs(facts) and facts.dtype in ("fp32", "bf16")
 
 
 def triton_computes_bf16(facts: Facts) -> bool:
@@ -76,4 +95,5 @@ def triton_computes_bf16(facts: Facts) -> bool:
 
 def hopper_bf16_runs(facts: Facts) -> bool:
     """Kernels with Hopper's instructions (wgmma, TMA)."""
-    return triton_computes_bf16(facts) and facts.capability[0] == 9
+    is_hopper = facts.capability[0] == 9
+    return triton_computes_bf16(facts) and is_hopper

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from moefold.anatomy.step_specs import dispatched_width, unfused_experts_reason
 from moefold.config.open_names import ROUTER_SCORE_NAMES
-from moefold.config.run import Config
+from moefold.config.run import Config, OptimConfig
 
 BYTES_PER_ELEMENT = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 CAPABILITY_MAJOR = 75  # the driver's number of CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
@@ -59,6 +59,7 @@ class Facts:
     sees_all: bool = True  # plain causal attention: no window, no documents, no sinks
     square: bool = True  # attention has as many queries as keys; with context parallelism by all_gather it has fewer
     repeatable: bool = True
+    invariant: bool = False  # a token's bits may not depend on the rest of its batch
     built_in_score: bool = True  # the router's score is one that its kernels know
     triton: bool = field(default_factory=has_triton)  # whether Triton is installed there
 
@@ -75,15 +76,23 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: Capab
         capability,
         hidden=dispatched_width(config.model),
         ffn=config.model.moe.ffn // config.parallel.etp,
-        moments=config.optim.moments,
+        moments=moments_in_words(config.optim),
         main=config.optim.main,
         attention=attention_shape(config),
         sees_all=attention_sees_all(config),
         square=not gathers_all_keys(config),
         repeatable=config.kernels.repeatable,
+        invariant=config.kernels.invariant,
         unfused_experts=unfused_experts_reason(config.model),
         built_in_score=config.model.moe.router.score in ROUTER_SCORE_NAMES.builtin,
     )
+
+
+def moments_in_words(optim: OptimConfig) -> str:
+    """The type of both moments, or both types."""
+    if optim.second_moment in ("as_first", optim.moments):
+        return optim.moments
+    return f"{optim.moments} and {optim.second_moment}"
 
 
 def attention_sees_all(config: Config) -> bool:

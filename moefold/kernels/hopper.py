@@ -23,9 +23,11 @@ def banded_tile(p, columns, rows, band):
     items = band * rows
     first = p // items * band
     inside = p % items
-    width = gl.minimum(columns - first, band)
+    left = columns - first
+    width = gl.minimum(left, band)
     column = first + inside % width
-    return column, inside // width
+    row = inside // width
+    return column, row
 
 
 @gluon.jit
@@ -34,7 +36,8 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], layout)
     for s in gl.static_range(NUMBER):
-        mbarrier.init(bars.index(s), count=ARRIVALS)
+        bar = bars.index(s)
+        mbarrier.init(bar, count=ARRIVALS)
     return bars
 
 
@@ -42,8 +45,10 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 def wait_until_filled(full, i, STAGES: gl.constexpr):
     """The consumer's wait for step i. Returns its stage."""
     s = i % STAGES
-    phase = (i // STAGES) & 1
-    mbarrier.wait(full.index(s), phase)
+    turn = i // STAGES
+    phase = turn & 1
+    bar = full.index(s)
+    mbarrier.wait(bar, phase)
     return s
 
 
@@ -51,8 +56,10 @@ def wait_until_filled(full, i, STAGES: gl.constexpr):
 def wait_until_free(empty, i, STAGES: gl.constexpr):
     """The producer's wait before step i. Returns its stage."""
     s = i % STAGES
-    phase = (i // STAGES) & 1
-    mbarrier.wait(empty.index(s), phase ^ 1)
+    turn = i // STAGES
+    phase = turn & 1
+    bar = empty.index(s)
+    mbarrier.wait(bar, phase ^ 1)
     return s
 
 
@@ -60,14 +67,17 @@ def wait_until_free(empty, i, STAGES: gl.constexpr):
 def free_stage_before(empty, i, there, STAGES: gl.constexpr):
     """The consumer's arrival for the step before i, if there is one."""
     s = (i + STAGES - 1) % STAGES
-    mbarrier.arrive(empty.index(s), pred=there)
+    bar = empty.index(s)
+    mbarrier.arrive(bar, pred=there)
 
 
 @gluon.jit
 def split_columns(x_MN, M: gl.constexpr, N: gl.constexpr):
     """The left and the right half of the columns, without moving anything between threads."""
-    halves = x_MN.reshape([M, 2, N // 2])
-    return halves.permute(0, 2, 1).split()
+    shape: gl.constexpr = [M, 2, N // 2]
+    halves = x_MN.reshape(shape)
+    pairs = halves.permute(0, 2, 1)
+    return pairs.split()
 
 
 @gluon.constexpr_function
@@ -80,7 +90,8 @@ def wgmma_layout(columns, depth):
 @gluon.jit
 def swizzled_buffers(dtype: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory for so many blocks of ROWS x COLUMNS, swizzled as TMA and wgmma expect it."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    block: gl.constexpr = [ROWS, COLUMNS]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return gl.allocate_shared_memory(dtype, [NUMBER, ROWS, COLUMNS], layout)
 
 
@@ -89,9 +100,11 @@ def block_descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
     layout = swizzled_layout(shape)
     sizes = list(x.shape)
     strides = list(x.stride())
-    return TensorDescriptor(x, sizes, strides, list(shape), layout)
+    block = list(shape)
+    return TensorDescriptor(x, sizes, strides, block, layout)
 
 
 @cache
 def swizzled_layout(shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
+    block = list(shape)
+    return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)

@@ -64,16 +64,19 @@ class KernelCase:
 
     def defined(self, tensor: Tensor) -> Tensor:
         """The tensor without its undefined rows."""
-        if self.rows is None or tensor.ndim == 0 or len(tensor) != self.rows[1]:
+        if self.rows is None or tensor.ndim == 0:
             return tensor
-        return tensor[: self.rows[0]]
+        defined, rows = self.rows
+        if len(tensor) != rows:
+            return tensor
+        return tensor[:defined]
 
     def spoiled(self, tensor: Tensor) -> Tensor:
         """The tensor with NaN in its undefined rows."""
-        kept = len(self.defined(tensor)) if tensor.ndim else 0
-        if tensor.ndim == 0 or kept == len(tensor):
+        defined = self.defined(tensor)
+        if defined.shape == tensor.shape:
             return tensor
-        defined = tensor[:kept]
+        kept = len(defined)
         undefined = torch.full_like(tensor[kept:], torch.nan)
         return torch.cat((defined, undefined))
 
@@ -90,7 +93,8 @@ class CaseInputs(NamedTuple):
 
     def wide(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
         """Normal random numbers in fp32 or better."""
-        return seeded_randn(self.device, self.wide_dtype, *shape, seed=seed, scale=scale)
+        dtype = self.wide_dtype
+        return seeded_randn(self.device, dtype, *shape, seed=seed, scale=scale)
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -109,7 +113,7 @@ class KernelOp(Generic[P, R]):
         self.reference = reference
         self.mutates = mutates
         self.differentiable = differentiable
-        self.implementations: dict[str, Callable[P, R]] = {"reference": reference}
+        self.implementations = {"reference": reference}
         self.make_cases: CaseMaker | None = None
         self.__doc__ = reference.__doc__
 
@@ -144,9 +148,12 @@ class KernelOp(Generic[P, R]):
 
 def import_every_op() -> dict[str, KernelOp[..., Any]]:
     """All ops, for tests and benchmarks; a run imports those it calls. Device code, which needs Triton, is left out."""
-    for module in pkgutil.walk_packages([str(KERNELS_FOLDER)], "moefold.kernels."):
-        if not module.name.endswith(DEVICE_CODE):
-            importlib.import_module(module.name)
+    folder = str(KERNELS_FOLDER)
+    modules = pkgutil.walk_packages([folder], "moefold.kernels.")
+    for module in modules:
+        name = module.name
+        if not name.endswith(DEVICE_CODE):
+            importlib.import_module(name)
     return OPS
 
 
@@ -173,9 +180,11 @@ def register_in_place_op(reference: Callable[P, None]) -> KernelOp[P, None]:
 
 def seeded_randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Normal random numbers, the same on every device."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
+    generator = torch.Generator()
+    generator.manual_seed(seed + sum(shape))
     numbers = torch.randn(*shape, generator=generator, dtype=torch.float64)
-    return (numbers * scale).to(device, dtype)
+    scaled = numbers * scale
+    return scaled.to(device, dtype)
 
 
 def map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:

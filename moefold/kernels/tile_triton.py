@@ -36,9 +36,31 @@ def load_as_fp32(at, inside):
 
 
 @triton.jit
+def store_inside(at, values, inside):
+    tl.store(at, values, mask=inside)
+
+
+@triton.jit
+def zero_outside(values, inside):
+    return tl.where(inside, values, 0.0)
+
+
+@triton.jit
+def fp32_zeros(ROWS: constexpr, COLUMNS: constexpr):
+    shape: constexpr = (ROWS, COLUMNS)
+    return tl.zeros(shape, tl.float32)
+
+
+@triton.jit
+def numbers_from(first, SIZE: constexpr):
+    return first + tl.arange(0, SIZE)
+
+
+@triton.jit
 def program_block(AXIS: constexpr, SIZE: constexpr):
     """The SIZE numbers of this program along an axis of the grid."""
-    return tl.program_id(AXIS) * SIZE + tl.arange(0, SIZE)
+    first = tl.program_id(AXIS) * SIZE
+    return numbers_from(first, SIZE)
 
 
 @triton.jit

@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
+from moefold.kernels.attention.by_document import DocumentAttention, attend_by_document
 from moefold.kernels.attention.masked import MaskedAttentionFunction
 from moefold.kernels.facts import AttentionShape
+from moefold.kernels.linear.product import widened
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
+ThreeHeads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
 SINK_DIMS = 8  # dims added to heads for a sink as a key: kernels need a multiple of 8
 
 
@@ -47,12 +50,15 @@ def attention(
     scores = q @ k.mT
     scores = scores * scale_or_default(scale, q)
     ahead = keys - queries
-    visible = attention_mask(queries, keys, ahead, window, q.device, begins_BS)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    device = q.device
+    visible = attention_mask(queries, keys, ahead, window, device, begins_BS)
+    hidden = ~visible
+    scores = scores.masked_fill(hidden, -torch.inf)
     if sink_H is not None:
         scores = with_sink(scores, sink_H)
     p = scores.softmax(-1)
-    out = p[..., :keys] @ v
+    p_of_keys = p[..., :keys]
+    out = p_of_keys @ v
     out_BSHV = out.transpose(1, 2)
     return out_BSHV.to(q_BSHD.dtype)
 
@@ -60,9 +66,11 @@ def attention(
 def with_sink(scores_BHSL: Tensor, sink_H: Tensor) -> Tensor:
     """Scores with one more column: the head's sink."""
     sink = sink_H.to(scores_BHSL.dtype)
+    sink = sink[:, None, None]
     rows = scores_BHSL.shape[:-1]
-    column = sink[None, :, None, None].expand(*rows, 1)
-    return torch.cat((scores_BHSL, column), dim=-1)
+    column = sink.expand(*rows, 1)
+    both = (scores_BHSL, column)
+    return torch.cat(both, dim=-1)
 
 
 def scale_or_default(scale: float | None, q: Tensor) -> float:
@@ -72,15 +80,22 @@ def scale_or_default(scale: float | None, q: Tensor) -> float:
     return width**-0.5
 
 
-def heads_first(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def heads_first(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, wide: torch.dtype) -> ThreeHeads:
     """(B, H, positions, D) each, key/value heads repeated for their group of query heads."""
-    group = q_BSHD.shape[2] // k_BLGD.shape[2]
-    q = q_BSHD.transpose(1, 2).to(wide)
-    k = k_BLGD.transpose(1, 2).to(wide)
-    v = v_BLGV.transpose(1, 2).to(wide)
-    k = k.repeat_interleave(group, dim=1)
-    v = v.repeat_interleave(group, dim=1)
+    q_BHSD = q_BSHD.transpose(1, 2)
+    q = q_BHSD.to(wide)
+    heads = q.shape[1]
+    k = repeated_heads(k_BLGD, heads, wide)
+    v = repeated_heads(v_BLGV, heads, wide)
     return q, k, v
+
+
+def repeated_heads(x_BLGD: Tensor, heads: int, wide: torch.dtype) -> Tensor:
+    """(B, H, L, D): key/value heads repeated until there are as many as query heads."""
+    x_BGLD = x_BLGD.transpose(1, 2)
+    x = x_BGLD.to(wide)
+    group = heads // x.shape[1]
+    return x.repeat_interleave(group, dim=1)
 
 
 def attention_mask(
@@ -94,15 +109,38 @@ def attention_mask(
     """(S, L), or (B, 1, S, L) with documents: which keys a query sees. The first query is `ahead` positions behind the
     first key."""
     key_L = torch.arange(keys, device=device)
-    query_S = torch.arange(queries, device=device) + ahead
+    query_S = torch.arange(queries, device=device)
+    query_S = query_S + ahead
     distance = query_S[:, None] - key_L
     visible = distance >= 0
     if window:
-        visible = visible & (distance < window)
+        in_window = distance < window
+        visible = visible & in_window
     if begins_BS is None:
         return visible
-    in_document = key_L >= begins_BS[:, None, :, None]
+    begins_B1S1 = begins_BS[:, None, :, None]
+    in_document = key_L >= begins_B1S1
     return visible & in_document
+
+
+@attention.register_fast("invariant")
+def attention_invariant(
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float | None = None,
+    window: int = 0,
+    sink_H: Tensor | None = None,
+    begins_BS: Tensor | None = None,
+) -> Tensor:
+    wide = torch.promote_types(q_BSHD.dtype, torch.float32)
+    q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
+    sink = None if sink_H is None else sink_H.to(wide)
+    scale = scale_or_default(scale, q)
+    attend = DocumentAttention(scale, window, sink)
+    y_BHSV = attend_by_document(q, k, v, attend, begins_BS)
+    y_BSHV = y_BHSV.transpose(1, 2)
+    return y_BSHV.to(q_BSHD.dtype)
 
 
 @attention.register_fast("sdpa")
@@ -117,6 +155,7 @@ def attention_sdpa(
 ) -> Tensor:
     """torch's scaled_dot_product_attention, which chooses a backend itself and need not repeat key/value heads."""
     scale = scale_or_default(scale, q_BSHD)
+    has_sink = sink_H is not None
     if sink_H is not None:
         score_H = sink_H / scale
         q_BSHD, k_BLGD, v_BLGV = sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, score_H)
@@ -126,32 +165,40 @@ def attention_sdpa(
     mask = None
     square = is_plain_causal(q_BSHD, k_BLGD, window, None, begins_BS)
     if not square:
-        has_sink = sink_H is not None
         mask = sdpa_attention_mask(q_BSHD, k_BLGD, window, has_sink, begins_BS)
-    q = q_BSHD.transpose(1, 2)
-    k = k_BLGD.transpose(1, 2)
-    v = v_BLGV.transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
+    q = widened(q_BSHD).transpose(1, 2)
+    k = widened(k_BLGD).transpose(1, 2)
+    v = widened(v_BLGV).transpose(1, 2)
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
+    grouped = heads != kv_heads
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    out_BSHV = out.transpose(1, 2)
+    return out_BSHV.to(q_BSHD.dtype)
 
 
-def sink_as_first_key(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, score_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sink_as_first_key(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, score_H: Tensor) -> ThreeHeads:
     """The sink as a first key with value zero. Heads get more dims: in the first of them that key alone is one, and
     every query has its head's score. So any attention can do it, and autograd gives the score's gradient."""
     b, s, h, d = q_BSHD.shape
     # Queries: the score, then zeros.
-    score_H1 = score_H.to(q_BSHD.dtype)[:, None]
-    padded_score = F.pad(score_H1, (0, SINK_DIMS - 1))
+    score_H = score_H.to(q_BSHD.dtype)
+    score_H1 = score_H[:, None]
+    zeros_behind = SINK_DIMS - 1
+    padded_score = F.pad(score_H1, (0, zeros_behind))
     further_dims = padded_score.expand(b, s, h, SINK_DIMS)
-    q = torch.cat((q_BSHD, further_dims), dim=-1)
+    all_dims = (q_BSHD, further_dims)
+    q = torch.cat(all_dims, dim=-1)
     # Keys: zeros in the further dims, but for the sink.
     k = F.pad(k_BLGD, (0, SINK_DIMS))
-    sink_key = torch.zeros_like(k[:, :1])
+    first_key = k[:, :1]
+    sink_key = torch.zeros_like(first_key)
     sink_key[..., d] = 1
-    k = torch.cat((sink_key, k), dim=1)
+    all_keys = (sink_key, k)
+    k = torch.cat(all_keys, dim=1)
     # Values: zeros for the sink.
-    v = F.pad(v_BLGV, (0, 0, 0, 0, 1, 0))
+    one_before = (0, 0, 0, 0, 1, 0)
+    v = F.pad(v_BLGV, one_before)
     return q, k, v
 
 
@@ -169,7 +216,8 @@ def sdpa_attention_mask(
     if not window and begins_BS is None:
         return causal_lower_right(queries, keys)
     ahead = keys - queries
-    mask = attention_mask(queries, keys, ahead, window, q_BSHD.device, begins_BS)
+    device = q_BSHD.device
+    mask = attention_mask(queries, keys, ahead, window, device, begins_BS)
     if sink:
         mask[..., 0] = True
     return mask
@@ -185,7 +233,9 @@ def is_plain_causal(
     """Whether every query sees all positions up to its own and nothing else, the usual case."""
     if window or sink_H is not None or begins_BS is not None:
         return False
-    return q_BSHD.shape[1] == k_BLGD.shape[1]
+    queries = q_BSHD.shape[1]
+    keys = k_BLGD.shape[1]
+    return queries == keys
 
 
 PlainAttention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
@@ -206,7 +256,8 @@ def sdpa_unless_plain(plain: PlainAttention) -> Callable[..., Tensor]:
         begins_BS: Tensor | None = None,
     ) -> Tensor:
         one_position = q_BSHD.shape[1] == 1  # cuDNN refuses it
-        if not one_position and is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+        is_plain = is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS)
+        if is_plain and not one_position:
             return plain(q_BSHD, k_BLGD, v_BLGV, scale)
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
 
@@ -250,7 +301,8 @@ class DeterministicAttention(torch.autograd.Function):
             attend = torch.ops.aten._scaled_dot_product_flash_attention
             y, lse, *_ = attend(q, k, v, 0.0, True, False, scale=scale)
         y_BSHD = y.transpose(1, 2)
-        lse_BHS = lse.view(q.shape[:3])
+        by_query = q.shape[:3]
+        lse_BHS = lse.view(by_query)
         ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, y_BSHD, lse_BHS)
         ctx.scale = scale
         return y_BSHD
@@ -262,8 +314,8 @@ class DeterministicAttention(torch.autograd.Function):
         q, k, v, y, lse = ctx.saved_tensors
         dy = gradients[0]
         scale = ctx.scale
-        dq, dk, dv = attention_backward(dy, q, k, v, y, lse, scale)
-        return dq, dk, dv, None
+        found = attention_backward(dy, q, k, v, y, lse, scale)
+        return *found, None
 
 
 @attention.register_fast("varlen")
@@ -303,18 +355,24 @@ def attention_cases(draw: CaseInputs) -> Cases:
             name += f", values of {dv}"
         shape = AttentionShape(length, h, g, d, dv)
         square = s == length
-        yield KernelCase(name, (q, k, v), attention=shape, square=square)
+        inputs = (q, k, v)
+        yield KernelCase(name, inputs, attention=shape, square=square)
         sink = draw.normal(h, seed=3)
-        begins = random_document_begins(draw.device, b, length)
-        masked = maskings(sink, begins[:, -s:])
+        device = draw.device
+        begins = random_document_begins(device, b, length)
+        begins_of_queries = begins[:, -s:]
+        masked = maskings(sink, begins_of_queries)
         for about, masking in masked.items():
             case_name = f"{name}, {about}"
             inputs = (q, k, v, *masking)
             yield KernelCase(case_name, inputs, attention=shape, sees_all=False, square=square)
 
 
-def maskings(sink: Tensor, begins: Tensor) -> dict[str, tuple[object, ...]]:
-    """Scale, window, sink and documents, by what they are."""
+Masking = tuple[object, ...]  # scale, window, sink, documents
+
+
+def maskings(sink: Tensor, begins: Tensor) -> dict[str, Masking]:
+    """Maskings by what they are."""
     return {
         "sinks": (0.3, 0, sink),
         "documents": (None, 0, None, begins),
@@ -329,13 +387,16 @@ def maskings(sink: Tensor, begins: Tensor) -> dict[str, tuple[object, ...]]:
 def random_document_begins(device: str, sequences: int, length: int) -> Tensor:
     """The first position of each position's document: documents of one token and of many, other borders in every
     sequence."""
-    generator = torch.Generator().manual_seed(length)
+    generator = torch.Generator()
+    generator.manual_seed(length)
     chance = torch.rand(sequences, length, generator=generator)
     one_token = chance > 0.99
     behind_one_token = one_token.roll(1, dims=1)
-    starts = (chance < 0.04) | behind_one_token | one_token
+    others = chance < 0.04
+    starts = others | behind_one_token | one_token
     starts[:, 0] = True
     position = torch.arange(length)
     start_or_zero = torch.where(starts, position, 0)
-    begins = start_or_zero.cummax(1).values
-    return begins.int().to(device)
+    latest_start = start_or_zero.cummax(1)
+    begins = latest_start.values.int()
+    return begins.to(device)

@@ -15,6 +15,7 @@ from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, know
 from moefold.kernels.facts import AttentionShape, Facts
 from moefold.layout.dtypes import DTYPES
 
+Work = Callable[[], object]
 WARM_UP_RUNS = 2
 
 
@@ -22,8 +23,9 @@ def candidate_names(facts: Facts) -> list[str]:
     """The implementations that may run here and whose times decide."""
     names: list[str] = []
     for choice in ATTENTION_CHOICES:
-        if choice.name != "sdpa" and choice.when(facts):
-            names.append(choice.name)
+        name = choice.name
+        if name != "sdpa" and choice.when(facts):
+            names.append(name)
     return names
 
 
@@ -31,7 +33,8 @@ def known_or_measured_times(facts: Facts) -> AttentionTimes:
     """The known times of this shape, or times measured now. Empty where no choice depends on them."""
     if facts.attention is None or facts.repeatable:
         return {}
-    if len(candidate_names(facts)) < 2:
+    candidates = candidate_names(facts)
+    if len(candidates) < 2:
         return {}
     known = known_times(facts.capability, facts.attention)
     return known or measure_candidates(facts)
@@ -40,7 +43,8 @@ def known_or_measured_times(facts: Facts) -> AttentionTimes:
 def measure_candidates(facts: Facts) -> AttentionTimes:
     """Milliseconds of forward and backward, by implementation."""
     assert facts.attention is not None
-    inputs = random_inputs(facts.attention, DTYPES[facts.dtype])
+    dtype = DTYPES[facts.dtype]
+    inputs = random_inputs(facts.attention, dtype)
     times: AttentionTimes = {}
     for name in candidate_names(facts):
         work = forward_and_backward(name, *inputs)
@@ -50,22 +54,26 @@ def measure_candidates(facts: Facts) -> AttentionTimes:
 
 def random_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k, v and the gradient of the output."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    batch = max(1, TIMED_TOKENS // shape.length)
+    generator = torch.Generator("cuda")
+    generator.manual_seed(0)
+    length = shape.length
+    batch = max(1, TIMED_TOKENS // length)
 
     def random_heads(heads: int, width: int) -> Tensor:
-        sizes = (batch, shape.length, heads, width)
+        sizes = (batch, length, heads, width)
         x = torch.randn(sizes, device="cuda", generator=generator)
         return x.to(dtype)
 
-    q = random_heads(shape.heads, shape.head_dim).requires_grad_()
-    k = random_heads(shape.kv_heads, shape.head_dim).requires_grad_()
-    v = random_heads(shape.kv_heads, shape.value_dim).requires_grad_()
+    q = random_heads(shape.heads, shape.head_dim)
+    k = random_heads(shape.kv_heads, shape.head_dim)
+    v = random_heads(shape.kv_heads, shape.value_dim)
+    for x in (q, k, v):
+        x.requires_grad_()
     dy = random_heads(shape.heads, shape.value_dim)
     return q, k, v, dy
 
 
-def forward_and_backward(name: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Callable[[], object]:
+def forward_and_backward(name: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Work:
     attend = attention.implementations[name]
     inputs = (q, k, v)
 
@@ -76,10 +84,13 @@ def forward_and_backward(name: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor)
     return forward_then_backward
 
 
-def median_milliseconds(work: Callable[[], object], repeat: int = 5) -> float:
+def median_milliseconds(work: Work, repeat: int = 5) -> float:
     """The median of `repeat` runs after a warm-up."""
     runs = WARM_UP_RUNS + repeat + 1
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
+    events: list[torch.cuda.Event] = []
+    for _ in range(runs):
+        event = torch.cuda.Event(enable_timing=True)
+        events.append(event)
     for event in events:
         event.record()
         work()
@@ -87,5 +98,6 @@ def median_milliseconds(work: Callable[[], object], repeat: int = 5) -> float:
     times: list[float] = []
     timed = events[WARM_UP_RUNS:]
     for begin, end in pairwise(timed):
-        times.append(begin.elapsed_time(end))
+        time = begin.elapsed_time(end)
+        times.append(time)
     return median(times)

@@ -42,6 +42,7 @@ from moefold.kernels.hopper import (
     wgmma_layout,
 )
 
+LOG2E = gl.constexpr(1.4426950408889634)
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name before Triton 3.7, and since
 
 
@@ -119,22 +120,26 @@ def ds_tile_first_row(head, n, t, T, CAUSAL: gl.constexpr):
 @gluon.jit
 def fetch_positions(desc, at, bar, buf, WIDTH: gl.constexpr):
     """Start the load of 64 positions of one head."""
-    plane = buf.reshape([1, 64, WIDTH])
+    shape: gl.constexpr = [1, 64, WIDTH]
+    plane = buf.reshape(shape)
     tma.async_copy_global_to_shared(desc, at, bar, plane)
 
 
 @gluon.jit
 def send_positions(desc, at, buf, WIDTH: gl.constexpr):
     """Start the store of 64 positions of one head."""
-    plane = buf.reshape([1, 64, WIDTH])
+    shape: gl.constexpr = [1, 64, WIDTH]
+    plane = buf.reshape(shape)
     tma.async_copy_shared_to_global(desc, at, plane)
 
 
 @gluon.jit
 def broadcast_to_rows(x, layout: gl.constexpr):
     """64 numbers in shared memory as every row of a square tile."""
-    row = x.load(gl.SliceLayout(0, layout))
-    return row[None, :].broadcast_to(64, 64)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    row = x.load(columns)
+    row = row[None, :]
+    return row.broadcast_to(64, 64)
 
 
 @gluon.jit
@@ -142,13 +147,18 @@ def fetch_queries(descs, statistics, bufs, at, attention):
     """The producer: keys and values once; then queries, output gradients and statistics, tile by tile, head by head."""
     q_desc, k_desc, v_desc, dy_desc = descs
     D: gl.constexpr = attention.D
+    STAGES: gl.constexpr = attention.STAGES
+    TILE_BYTES: gl.constexpr = 64 * D * 2
     # prologue: keys and values of this program
-    mbarrier.expect(bufs.keys_full, 4 * 64 * D * 2)
+    bar = bufs.keys_full
+    mbarrier.expect(bar, 4 * TILE_BYTES)
     for w in gl.static_range(2):
         row = at.n * 128 + 64 * w
         here = [at.b, row, at.g * D]
-        fetch_positions(k_desc, here, bufs.keys_full, bufs.k.index(w), D)
-        fetch_positions(v_desc, here, bufs.keys_full, bufs.v.index(w), D)
+        k_buf = bufs.k.index(w)
+        fetch_positions(k_desc, here, bar, k_buf, D)
+        v_buf = bufs.v.index(w)
+        fetch_positions(v_desc, here, bar, v_buf, D)
     lanes: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     first_tile = 2 * at.n if attention.CAUSAL else 0
     tiles = at.T - first_tile
@@ -159,17 +169,22 @@ def fetch_queries(descs, statistics, bufs, at, attention):
         # statistics of this tile, read early
         head = at.b * at.H + h
         tile = head * at.T + t
-        first = statistics + tile.to(gl.int64) * 128
-        stats = gl.load(first + gl.arange(0, 128, lanes))
+        tile = tile.to(gl.int64)
+        first = statistics + tile * 128
+        pointers = first + gl.arange(0, 128, lanes)
+        stats = gl.load(pointers)
         # queries and output gradients by TMA
-        s = wait_until_free(bufs.empty, i, attention.STAGES)
+        s = wait_until_free(bufs.empty, i, STAGES)
         bar = bufs.full.index(s)
-        mbarrier.expect(bar, 2 * 64 * D * 2)
+        mbarrier.expect(bar, 2 * TILE_BYTES)
         here = [at.b, t * 64, h * D]
-        fetch_positions(q_desc, here, bar, bufs.q.index(s), D)
-        fetch_positions(dy_desc, here, bar, bufs.dy.index(s), D)
+        q_buf = bufs.q.index(s)
+        fetch_positions(q_desc, here, bar, q_buf, D)
+        dy_buf = bufs.dy.index(s)
+        fetch_positions(dy_desc, here, bar, dy_buf, D)
         # statistics by this warp, whose arrival is the second
-        bufs.stat.index(s).store(stats)
+        stat_buf = bufs.stat.index(s)
+        stat_buf.store(stats)
         thread_barrier()
         mbarrier.arrive(bar)
 
@@ -177,12 +192,15 @@ def fetch_queries(descs, statistics, bufs, at, attention):
 @gluon.jit
 def initial_scores(stat_buf, t, W: gl.constexpr, layout: gl.constexpr, CAUSAL: gl.constexpr):
     """The accumulator that S^T starts from: minus lse, or minus infinity where a query does not see a key."""
-    start = broadcast_to_rows(stat_buf.slice(0, 64), layout)
+    minus_lse = stat_buf.slice(0, 64)
+    start = broadcast_to_rows(minus_lse, layout)
     if CAUSAL and t <= W:  # the tile lies on the diagonal, or above it
         rows: gl.constexpr = gl.SliceLayout(1, layout)
-        keys = gl.arange(0, 64, rows) + 64 * W
+        keys = gl.arange(0, 64, rows)
+        keys = keys + 64 * W
         columns: gl.constexpr = gl.SliceLayout(0, layout)
-        queries = gl.arange(0, 64, columns) + 64 * t
+        queries = gl.arange(0, 64, columns)
+        queries = queries + 64 * t
         visible = queries[None, :] >= keys[:, None]
         start = gl.where(visible, start, float("-inf"))
     return start
@@ -195,6 +213,8 @@ def accumulate_dkdv(outs, bufs, at, scale, W: gl.constexpr, attention):
     # prologue: layouts and accumulators
     kind: gl.constexpr = bufs.q.dtype
     D: gl.constexpr = attention.D
+    STAGES: gl.constexpr = attention.STAGES
+    CAUSAL: gl.constexpr = attention.CAUSAL
     square: gl.constexpr = wgmma_layout(64, 16)
     layout: gl.constexpr = wgmma_layout(D, 16)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -202,18 +222,18 @@ def accumulate_dkdv(outs, bufs, at, scale, W: gl.constexpr, attention):
     of_values = gl.zeros([64, D], gl.float32, layout)
     keys = bufs.k.index(W)
     values = bufs.v.index(W)
-    first_tile = 2 * at.n if attention.CAUSAL else 0
+    first_tile = 2 * at.n if CAUSAL else 0
     tiles = at.T - first_tile
     mbarrier.wait(bufs.keys_full, 0)
     # main loop over query heads and tiles
     for i in range(at.GROUP * tiles):
         t = i % tiles
-        s = wait_until_filled(bufs.full, i, attention.STAGES)
+        s = wait_until_filled(bufs.full, i, STAGES)
         q = bufs.q.index(s)
         dy = bufs.dy.index(s)
         stat = bufs.stat.index(s)
         # S^T = K Q^T - lse and dP^T = V dO^T - delta
-        scores = initial_scores(stat, t, W, square, attention.CAUSAL)
+        scores = initial_scores(stat, t, W, square, CAUSAL)
         q_columns = q.permute((1, 0))
         scores = warpgroup_mma(keys, q_columns, scores, is_async=True)
         delta = stat.slice(64, 64)
@@ -222,29 +242,39 @@ def accumulate_dkdv(outs, bufs, at, scale, W: gl.constexpr, attention):
         dp = warpgroup_mma(values, dy_columns, dp, is_async=True)
         # P^T, and dV += P^T dO
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        p = gl.exp2(scores * (scale * 1.4426950408889634))
-        p_left = gl.convert_layout(p.to(kind), left, assert_trivial=True)
+        log2_scale = scale * LOG2E
+        p = gl.exp2(scores * log2_scale)
+        p_rounded = p.to(kind)
+        p_left = gl.convert_layout(p_rounded, left, assert_trivial=True)
         of_values = warpgroup_mma(p_left, dy, of_values, is_async=True)
         # dS^T, and dK += dS^T Q
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p * dp).to(kind)
+        ds = p * dp
+        ds = ds.to(kind)
         ds_left = gl.convert_layout(ds, left, assert_trivial=True)
         of_keys = warpgroup_mma(ds_left, q, of_keys, is_async=True)
         # store dS^T by TMA, from two buffers in turn
-        ds_buf = bufs.ds.index(2 * W + i % 2)
+        turn = i % 2
+        ds_buf = bufs.ds.index(2 * W + turn)
         tma.store_wait(1)
         ds_buf.store(ds)
         fence_async_shared()
         head = at.local * at.GROUP + i // tiles
-        row = ds_tile_first_row(head, at.n, first_tile + t, at.T, attention.CAUSAL)
-        tma.async_copy_shared_to_global(ds_desc, [row + 64 * W, 0], ds_buf)
+        tile = first_tile + t
+        tile_row = ds_tile_first_row(head, at.n, tile, at.T, CAUSAL)
+        row = tile_row + 64 * W
+        tma.async_copy_shared_to_global(ds_desc, [row, 0], ds_buf)
         # the stage is free once both products have read it
-        of_values, of_keys, p_left, ds_left = warpgroup_mma_wait(0, deps=(of_values, of_keys, p_left, ds_left))
-        mbarrier.arrive(bufs.empty.index(s))
+        in_use = (of_values, of_keys, p_left, ds_left)
+        of_values, of_keys, p_left, ds_left = warpgroup_mma_wait(0, deps=in_use)
+        free = bufs.empty.index(s)
+        mbarrier.arrive(free)
     # epilogue: dK and dV leave through the buffers of K and V
     dk = of_keys * scale
-    keys.store(dk.to(kind))
-    values.store(of_values.to(kind))
+    dk = dk.to(kind)
+    keys.store(dk)
+    dv = of_values.to(kind)
+    values.store(dv)
     fence_async_shared()
     row = at.n * 128 + 64 * W
     here = [at.b, row, at.g * D]
@@ -255,8 +285,10 @@ def accumulate_dkdv(outs, bufs, at, scale, W: gl.constexpr, attention):
 
 @gluon.jit
 def attention_dkdv_hopper(
-    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, ds_desc, statistics,
-    unit, units, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    q_desc, k_desc, v_desc, dy_desc,
+    dk_desc, dv_desc, ds_desc, statistics,
+    unit, units, T, H, GROUP, band, scale,
+    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and dS^T of so many units from `unit` on."""
     attention: gl.constexpr = AttentionKind(D, STAGES, CAUSAL)
@@ -266,19 +298,22 @@ def attention_dkdv_hopper(
     dy_bufs = swizzled_buffers(kind, STAGES, 64, D)
     k_bufs = swizzled_buffers(kind, 2, 64, D)
     v_bufs = swizzled_buffers(kind, 2, 64, D)
-    ds_bufs = gl.allocate_shared_memory(kind, [4, 64, 64], ds_desc.layout)
+    ds_shape: gl.constexpr = [4, 64, 64]
+    ds_bufs = gl.allocate_shared_memory(kind, ds_shape, ds_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     stat_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 128], plain)
     # barriers
     full = make_barriers(STAGES, 2)  # TMA's arrival, and that of the statistics
     empty = make_barriers(STAGES, 2)
-    keys_full = make_barriers(1, 1).index(0)
+    one_barrier = make_barriers(1, 1)
+    keys_full = one_barrier.index(0)
     bufs = KeyBuffers(q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs, ds_bufs, full, empty, keys_full)
     fence_async_shared()
 
     # this program's unit and key block
     blocks = T // 2
-    local, n = banded_tile(gl.program_id(0), units, blocks, band)
+    program = gl.program_id(0)
+    local, n = banded_tile(program, units, blocks, band)
     kv_head = unit + local
     kv_heads = H // GROUP
     b = kv_head // kv_heads
@@ -287,11 +322,14 @@ def attention_dkdv_hopper(
     outs = (dk_desc, dv_desc, ds_desc)
     inputs = (q_desc, k_desc, v_desc, dy_desc)
     # two consumer warpgroups and one producer warp
+    first_keys = (outs, bufs, at, scale, 0, attention)
+    second_keys = (outs, bufs, at, scale, 1, attention)
+    fetched = (inputs, statistics, bufs, at, attention)
     gl.warp_specialize(
         [
-            (accumulate_dkdv, (outs, bufs, at, scale, 0, attention)),
-            (accumulate_dkdv, (outs, bufs, at, scale, 1, attention)),
-            (fetch_queries, (inputs, statistics, bufs, at, attention)),
+            (accumulate_dkdv, first_keys),
+            (accumulate_dkdv, second_keys),
+            (fetch_queries, fetched),
         ],
         [4, 1],
         [240, 24],
@@ -302,17 +340,23 @@ def attention_dkdv_hopper(
 def fetch_keys_and_ds(k_desc, ds_desc, bufs, at, attention):
     """The producer: 64 keys at a time, and their dS^T for two query tiles."""
     D: gl.constexpr = attention.D
+    STAGES: gl.constexpr = attention.STAGES
+    CAUSAL: gl.constexpr = attention.CAUSAL
+    WIDTH: gl.constexpr = D + 2 * 64  # of keys and two tiles of dS^T
     # main loop over keys, 64 at a time: wait for a free stage, then fill it
     for i in range(2 * at.key_blocks):
-        s = wait_until_free(bufs.empty, i, attention.STAGES)
+        s = wait_until_free(bufs.empty, i, STAGES)
         bar = bufs.full.index(s)
-        mbarrier.expect(bar, (D + 2 * 64) * 64 * 2)
+        mbarrier.expect(bar, WIDTH * 64 * 2)
         here = [at.b, i * 64, at.g * D]
-        fetch_positions(k_desc, here, bar, bufs.k.index(s), D)
+        k_buf = bufs.k.index(s)
+        fetch_positions(k_desc, here, bar, k_buf, D)
         for c in gl.static_range(2):
             t = 2 * at.m + c
-            tile_row = ds_tile_first_row(at.local, i // 2, t, at.T, attention.CAUSAL)
-            row = tile_row + (i % 2) * 64
+            n = i // 2
+            tile_row = ds_tile_first_row(at.local, n, t, at.T, CAUSAL)
+            half = i % 2
+            row = tile_row + half * 64
             ds_buf = bufs.ds.index(2 * s + c)
             tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_buf)
 
@@ -321,21 +365,25 @@ def fetch_keys_and_ds(k_desc, ds_desc, bufs, at, attention):
 def accumulate_dq(dq_desc, bufs, at, scale, attention):
     """The consumer: the gradient of 128 queries, two tiles."""
     D: gl.constexpr = attention.D
+    STAGES: gl.constexpr = attention.STAGES
     layout: gl.constexpr = wgmma_layout(D, 16)
     one = gl.zeros([64, D], gl.float32, layout)
     two = gl.zeros([64, D], gl.float32, layout)
     # main loop over keys, 64 at a time; a stage is freed one step later, when its products are done
     for i in range(2 * at.key_blocks):
-        s = wait_until_filled(bufs.full, i, attention.STAGES)
+        s = wait_until_filled(bufs.full, i, STAGES)
         keys = bufs.k.index(s)
         # dQ += dS K, for both tiles
         ds_one = bufs.ds.index(2 * s)
-        one = warpgroup_mma(ds_one.permute((1, 0)), keys, one, is_async=True)
+        ds_rows = ds_one.permute((1, 0))
+        one = warpgroup_mma(ds_rows, keys, one, is_async=True)
         ds_two = bufs.ds.index(2 * s + 1)
-        two = warpgroup_mma(ds_two.permute((1, 0)), keys, two, is_async=True)
+        ds_rows = ds_two.permute((1, 0))
+        two = warpgroup_mma(ds_rows, keys, two, is_async=True)
         # the products of the step before are done
         one, two = warpgroup_mma_wait(2, deps=(one, two))
-        free_stage_before(bufs.empty, i, i > 0, attention.STAGES)
+        has_before = i > 0
+        free_stage_before(bufs.empty, i, has_before, STAGES)
     # epilogue: dQ leaves through the buffers of dS^T, to which no load is in flight any more
     one, two = warpgroup_mma_wait(0, deps=(one, two))
     row = 128 * at.m
@@ -352,19 +400,23 @@ def store_dq_tile(dq_desc, bufs, x, b, row, column, FIRST: gl.constexpr, D: gl.c
     # to shared memory, 64 columns to a buffer
     if D == 128:
         x, right = split_columns(x, 64, D)
-        bufs.index(FIRST + 1).store(right)
-    bufs.index(FIRST).store(x)
+        second_buf = bufs.index(FIRST + 1)
+        second_buf.store(right)
+    first_buf = bufs.index(FIRST)
+    first_buf.store(x)
     fence_async_shared()
     # from there to memory
     for c in gl.static_range(D // 64):
         here = [b, row, column + 64 * c]
-        send_positions(dq_desc, here, bufs.index(FIRST + c), 64)
+        buf = bufs.index(FIRST + c)
+        send_positions(dq_desc, here, buf, 64)
 
 
 @gluon.jit
 def attention_dq_hopper(
-    k_desc, ds_desc, dq_desc, unit, heads, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    k_desc, ds_desc, dq_desc,
+    unit, heads, T, H, GROUP, band, scale,
+    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dQ of so many heads, from the first of `unit` on: 128 queries a program, those that see most keys first. Two
     programs fit on a multiprocessor: one is in its prologue or epilogue while the other multiplies."""
@@ -372,7 +424,8 @@ def attention_dq_hopper(
     # prologue: shared memory and barriers
     kind: gl.constexpr = k_desc.dtype
     k_bufs = swizzled_buffers(kind, STAGES, 64, D)
-    ds_bufs = gl.allocate_shared_memory(kind, [2 * STAGES, 64, 64], ds_desc.layout)
+    ds_shape: gl.constexpr = [2 * STAGES, 64, 64]
+    ds_bufs = gl.allocate_shared_memory(kind, ds_shape, ds_desc.layout)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1)
     bufs = QueryBuffers(k_bufs, ds_bufs, full, empty)
@@ -380,7 +433,8 @@ def attention_dq_hopper(
 
     # this program's head and query block
     blocks = T // 2
-    local, rank = banded_tile(gl.program_id(0), heads, blocks, band)
+    program = gl.program_id(0)
+    local, rank = banded_tile(program, heads, blocks, band)
     head = unit * GROUP + local
     b = head // H
     h = head % H
@@ -389,10 +443,12 @@ def attention_dq_hopper(
     key_blocks = m + 1 if CAUSAL else blocks
     at = QueryProgram(b, g, h, m, key_blocks, local, T)
     # one consumer warpgroup and one producer warp
+    consumed = (dq_desc, bufs, at, scale, attention)
+    fetched = (k_desc, ds_desc, bufs, at, attention)
     gl.warp_specialize(
         [
-            (accumulate_dq, (dq_desc, bufs, at, scale, attention)),
-            (fetch_keys_and_ds, (k_desc, ds_desc, bufs, at, attention)),
+            (accumulate_dq, consumed),
+            (fetch_keys_and_ds, fetched),
         ],
         [1],
         [24],

@@ -25,26 +25,33 @@ from moefold.kernels.attention.heads_triton import (
 )
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, kv_heads_at_once, score_gradient_rows
 from moefold.kernels.hopper import block_descriptor
+from moefold.kernels.tile_triton import numbers_from, program_block, wide_program_id
 
+HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 STAGES = dict(zip(HOPPER_HEAD_WIDTHS, (4, 3), strict=True))  # pipeline stages, by head width
 PROGRAMS_PER_BAND = 256  # about two for each multiprocessor, a long one and a short one
 
 
 @triton.jit
 def attention_statistics(
-    y, dy, delta, lse, statistics, S, H, tiles, scale, y_b, y_s, y_h, d_b, d_s, d_h,
+    y, dy, delta, lse, statistics,
+    S, H, tiles, scale,
+    y_b, y_s, y_h,
+    d_b, d_s, d_h,
     DELTA: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The accumulators' initial values for 64 queries: minus the log-sum-exp, unscaled, and minus delta, which is given
     (DELTA) or sum(dy * y). Behind the end the former is minus infinity: such queries see nothing."""
     # the log-sum-exp
     b, h = program_head(H)
-    head = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * 64 + tl.arange(0, 64)
-    sums = tl.load(lse + head * S + rows, mask=rows < S, other=float("inf"))
+    head = wide_program_id(1)
+    rows = program_block(0, 64)
+    at = lse + head * S + rows
+    inside = rows < S
+    sums = tl.load(at, mask=inside, other=float("inf"))
     tile = head * tiles + tl.program_id(0)
     first = statistics + tile * 128
-    here = first + tl.arange(0, 64)
+    here = numbers_from(first, 64)
     tl.store(here, -sums / scale)
     # delta
     if DELTA:
@@ -69,9 +76,11 @@ def hopper_backward_applies(q: Tensor, k: Tensor, scale: float, causal: bool = T
         return False
     if not q.numel() or scale <= 0:
         return False
-    if d not in HOPPER_HEAD_WIDTHS or q.dtype not in (torch.bfloat16, torch.float16):
+    if d not in HOPPER_HEAD_WIDTHS or q.dtype not in HOPPER_DTYPES:
         return False
-    return kv_heads_at_once(s, b * g, h // g, causal) > 0
+    units = b * g
+    group = h // g
+    return kv_heads_at_once(s, units, group, causal) > 0
 
 
 def launch_hopper_backward(
@@ -93,26 +102,35 @@ def launch_hopper_backward(
     dq, dk, dv = empty_gradients(q, k, v)
     # Workspace for dS^T of as many units as fit at once.
     together = kv_heads_at_once(s, all_units, group, causal)
-    rows = together * group * score_gradient_rows(s, causal)
-    workspace = torch.empty(rows, 64, dtype=q.dtype, device=q.device)
+    rows_of_head = score_gradient_rows(s, causal)
+    rows = together * group * rows_of_head
+    workspace = q.new_empty(rows, 64)
     # Descriptors of all tensors.
     ds = block_descriptor(workspace, 64, 64)
-    inputs = [head_descriptor(x, d) for x in (q, k, v, dy)]
-    keys = inputs[1]
-    outputs = (head_descriptor(dk, d), head_descriptor(dv, d), ds, statistics)
-    queries_gradient = head_descriptor(dq, 64)
+    q_desc = head_descriptor(q, d)
+    k_desc = head_descriptor(k, d)
+    v_desc = head_descriptor(v, d)
+    dy_desc = head_descriptor(dy, d)
+    dk_desc = head_descriptor(dk, d)
+    dv_desc = head_descriptor(dv, d)
+    dq_desc = head_descriptor(dq, 64)
+    inputs = (q_desc, k_desc, v_desc, dy_desc)
+    outputs = (dk_desc, dv_desc, ds, statistics)
     # Rounds of so many units.
     band = triton.cdiv(PROGRAMS_PER_BAND, blocks)
-    sizes = (2 * blocks, h, group, band, scale)
-    options = {"D": d, "STAGES": STAGES[d], "CAUSAL": causal, "num_warps": 4}
+    tiles = 2 * blocks
+    sizes = (tiles, h, group, band, scale)
+    stages = STAGES[d]
+    options = {"D": d, "STAGES": stages, "CAUSAL": causal, "num_warps": 4}
     for unit in range(0, all_units, together):
-        units = min(together, all_units - unit)
+        units_left = all_units - unit
+        units = min(together, units_left)
         launch = attention_dkdv_hopper[units * blocks,]
         launch(*inputs, *outputs, unit, units, *sizes, **options)
         # Half the registers, so that two programs share a multiprocessor.
         heads = units * group
         launch = attention_dq_hopper[heads * blocks,]
-        launch(keys, ds, queries_gradient, unit, heads, *sizes, **options, maxnreg=128)
+        launch(k_desc, ds, dq_desc, unit, heads, *sizes, **options, maxnreg=128)
     return dq, dk, dv
 
 
@@ -133,8 +151,9 @@ def block_statistics(delta_BHS: Tensor, lse_BHS: Tensor, scale: float) -> Tensor
 
 def empty_statistics(lse_BHS: Tensor) -> Tensor:
     b, h, s = lse_BHS.shape
+    heads = b * h
     tiles = 2 * triton.cdiv(s, 128)
-    return torch.empty(b * h, tiles, 2, 64, dtype=torch.float32, device=lse_BHS.device)
+    return lse_BHS.new_empty(heads, tiles, 2, 64, dtype=torch.float32)
 
 
 def launch_statistics(
@@ -145,8 +164,8 @@ def launch_statistics(
     statistics: Tensor,
     scale: float,
 ) -> None:
-    h, s = lse_BHS.shape[1:]
-    heads, tiles = statistics.shape[:2]
+    _, h, s = lse_BHS.shape
+    heads, tiles, _, _ = statistics.shape
     strides = [0] * 6
     width = 0
     if y is not None and dy is not None:
@@ -154,15 +173,17 @@ def launch_statistics(
         width = y.shape[-1]
     sums = lse_BHS.contiguous()
     has_delta = delta is not None
+    tensors = (y, dy, delta, sums, statistics)
+    sizes = (s, h, tiles, scale)
     launch = attention_statistics[tiles, heads]
-    launch(y, dy, delta, sums, statistics, s, h, tiles, scale, *strides, has_delta, width)
+    launch(*tensors, *sizes, *strides, has_delta, width)
 
 
 def head_descriptor(x_BSHD: Tensor, width: int) -> TensorDescriptor:
     """TMA descriptor of (sequence, position, column), for 64 positions of so many columns."""
     x = x_BSHD.flatten(2)
     b_stride, s_stride, _ = x.stride()
-    unaligned = b_stride % 8 or s_stride % 8 or x.data_ptr() % 16
-    if unaligned:
+    strides_unaligned = b_stride % 8 or s_stride % 8
+    if strides_unaligned or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     return block_descriptor(x, 1, 64, width)

@@ -24,6 +24,7 @@ from moefold.kernels.attention.backward_hopper_launch import (
 )
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
+    TileOptions,
     empty_gradients,
     load_delta,
     load_head_block,
@@ -33,7 +34,14 @@ from moefold.kernels.attention.heads_triton import (
     row_dots,
     store_head_block,
 )
-from moefold.kernels.tile_triton import program_block, wide_program_id
+from moefold.kernels.tile_triton import (
+    fp32_zeros,
+    numbers_from,
+    program_block,
+    store_inside,
+    wide_program_id,
+    zero_outside,
+)
 
 # M, N, warps, stages: of a dozen tried on an H200 the best for both kernels (docs/benchmarks/step-notes.md).
 TILE = (64, 64, 4, 2)
@@ -55,16 +63,22 @@ def add_dot(total, a, b):
 
 @triton.jit
 def attention_dq_kernel(
-    q, k, v, dy, lse, delta, dq, S, scale, H, GROUP,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, y_b, y_s, y_h, o_b, o_s, o_h,
+    q, k, v, dy, lse, delta, dq,
+    S, scale, H, GROUP,
+    q_b, q_s, q_h,
+    k_b, k_s, k_h,
+    v_b, v_s, v_h,
+    y_b, y_s, y_h,
+    o_b, o_s, o_h,
     D: constexpr, M: constexpr, N: constexpr,
 ):  # fmt: skip
     """M queries of one head against all keys up to them."""
     # prologue: this program's queries, those with most keys first
     b, h = program_head(H)
-    later_blocks = tl.num_programs(0) - 1 - tl.program_id(0)
-    m = later_blocks * M
-    rows = m + tl.arange(0, M)
+    last_block = tl.num_programs(0) - 1
+    block = last_block - tl.program_id(0)
+    m = block * M
+    rows = numbers_from(m, M)
     q_head = q + b * q_b + h * q_h
     queries = load_head_block(q_head, rows, q_s, S, D, D)
     # the gradients of their results, and their statistics
@@ -78,21 +92,24 @@ def attention_dq_kernel(
     g = h // GROUP
     k_head = k + b * k_b + g * k_h
     v_head = v + b * v_b + g * v_h
-    total = tl.zeros((M, D), dtype=tl.float32)
+    total = fp32_zeros(M, D)
     # main loop over key blocks
     end = tl.minimum(m + M, S)
     for n in range(0, end, N):
-        columns = n + tl.arange(0, N)
+        columns = numbers_from(n, N)
         keys = load_head_block(k_head, columns, k_s, S, D, D)
         values = load_head_block(v_head, columns, v_s, S, D, D)
         # P of this block
-        scores = exact_dot(queries, keys.T) * log2_scale
+        products = exact_dot(queries, keys.T)
+        scores = products * log2_scale
         visible = rows[:, None] >= columns[None, :]
-        p = tl.exp2(scores - lse_M[:, None])
-        p = tl.where(visible, p, 0.0)
+        below = scores - lse_M[:, None]
+        p = tl.exp2(below)
+        p = zero_outside(p, visible)
         # dS = P (dP - delta), and dQ += dS K
         dp = exact_dot(grads, values.T)
-        ds = p * (dp - delta_M[:, None])
+        excess = dp - delta_M[:, None]
+        ds = p * excess
         total = add_dot(total, ds, keys)
     # epilogue
     dq_head = dq + b * o_b + h * o_h
@@ -102,21 +119,26 @@ def attention_dq_kernel(
 
 @triton.jit
 def attention_dkdv_kernel(
-    q, k, v, dy, lse, delta, dk, dv, S, scale, G, GROUP,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, y_b, y_s, y_h, o_b, o_s, o_h,
+    q, k, v, dy, lse, delta, dk, dv,
+    S, scale, G, GROUP,
+    q_b, q_s, q_h,
+    k_b, k_s, k_h,
+    v_b, v_s, v_h,
+    y_b, y_s, y_h,
+    o_b, o_s, o_h,
     D: constexpr, M: constexpr, N: constexpr,
 ):  # fmt: skip
     """N keys and values of one head against all queries from them on, summed over the query heads of the group."""
     # prologue: this program's keys and values
     b, g = program_head(G)
     n = tl.program_id(0) * N
-    columns = n + tl.arange(0, N)
+    columns = numbers_from(n, N)
     k_head = k + b * k_b + g * k_h
     keys = load_head_block(k_head, columns, k_s, S, D, D)
     v_head = v + b * v_b + g * v_h
     values = load_head_block(v_head, columns, v_s, S, D, D)
-    of_keys = tl.zeros((N, D), dtype=tl.float32)
-    of_values = tl.zeros((N, D), dtype=tl.float32)
+    of_keys = fp32_zeros(N, D)
+    of_values = fp32_zeros(N, D)
     log2_scale = scale * LOG2E
     # main loops over the group's query heads and over query blocks
     first_head = g * GROUP
@@ -127,20 +149,23 @@ def attention_dkdv_kernel(
         begin = n // M * M
         for m in range(begin, S, M):
             # a block of queries, the gradients of their results, their statistics
-            rows = m + tl.arange(0, M)
+            rows = numbers_from(m, M)
             queries = load_head_block(q_head, rows, q_s, S, D, D)
             grads = load_head_block(dy_head, rows, y_s, S, D, D)
             lse_M = load_log_sums(lse, head, rows, S)
             delta_M = load_delta(delta, head, rows, S)
             # P^T of this block, and dV += P^T dO
-            scores = exact_dot(keys, queries.T) * log2_scale
+            products = exact_dot(keys, queries.T)
+            scores = products * log2_scale
             visible = rows[None, :] >= columns[:, None]
-            p = tl.exp2(scores - lse_M[None, :])
-            p = tl.where(visible, p, 0.0)
+            below = scores - lse_M[None, :]
+            p = tl.exp2(below)
+            p = zero_outside(p, visible)
             of_values = add_dot(of_values, p, grads)
             # dS^T = P^T (dP^T - delta), and dK += dS^T Q
             dp = exact_dot(values, grads.T)
-            ds = p * (dp - delta_M[None, :])
+            excess = dp - delta_M[None, :]
+            ds = p * excess
             of_keys = add_dot(of_keys, ds, queries)
     # epilogue
     out_head = b * o_b + g * o_h
@@ -160,7 +185,8 @@ def attention_delta_kernel(y, dy, delta, S, H, y_b, y_s, y_h, d_b, d_s, d_h, D: 
     grads = load_head_block(dy_head, rows, d_s, S, D, D)
     delta_M = row_dots(result, grads)
     delta_head = delta + wide_program_id(1) * S
-    tl.store(delta_head + rows, delta_M, mask=rows < S)
+    inside = rows < S
+    store_inside(delta_head + rows, delta_M, inside)
 
 
 def contiguous_heads(x_BSHD: Tensor) -> Tensor:
@@ -190,8 +216,11 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D), D a power of two."""
-    heads = map(contiguous_heads, (dy, q, k, v, y))
-    dy, q, k, v, y = heads
+    dy = contiguous_heads(dy)
+    q = contiguous_heads(q)
+    k = contiguous_heads(k)
+    v = contiguous_heads(v)
+    y = contiguous_heads(y)
     if hopper_backward_applies(q, k, scale):
         statistics = softmax_statistics(y, dy, lse_BHS, scale)
         return launch_hopper_backward(dy, q, k, v, statistics, scale)
@@ -201,16 +230,20 @@ def attention_backward(
     dq, dk, dv = empty_gradients(q, k, v)
     delta = delta_of_queries(y, dy)
     sums = lse_BHS.contiguous()
-    inputs = (q, k, v, dy, sums, delta)
-    m, n, warps, stages = TILE
-    options = {"D": d, "M": m, "N": n, "num_warps": warps, "num_stages": stages}
-    # one pass over keys, one over queries
-    strides = outer_strides(q, k, v, dy, dq)
-    query_blocks = triton.cdiv(s, m)
+    heads = (q, k, v, dy)
+    inputs = (*heads, sums, delta)
+    tile = TileOptions(*TILE)
+    options = tile._asdict()
+    # one pass over keys
+    strides = outer_strides(*heads, dq)
+    query_blocks = triton.cdiv(s, tile.M)
     launch = attention_dq_kernel[query_blocks, b * h]
-    launch(*inputs, dq, s, scale, h, group, *strides, **options)
-    strides = outer_strides(q, k, v, dy, dk)
-    key_blocks = triton.cdiv(s, n)
+    sizes = (s, scale, h, group)
+    launch(*inputs, dq, *sizes, *strides, D=d, **options)
+    # one pass over queries
+    strides = outer_strides(*heads, dk)
+    key_blocks = triton.cdiv(s, tile.N)
     launch = attention_dkdv_kernel[key_blocks, b * g]
-    launch(*inputs, dk, dv, s, scale, g, group, *strides, **options)
+    sizes = (s, scale, g, group)
+    launch(*inputs, dk, dv, *sizes, *strides, D=d, **options)
     return dq, dk, dv

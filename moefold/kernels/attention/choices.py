@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, known_times
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS
-from moefold.kernels.choice import Choice, Choices, always_runs
+from moefold.kernels.choice import Choice, Choices, always_runs, invariant_choice
 from moefold.kernels.facts import AttentionShape, Facts
 
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs whose blocks may have 160 KiB of shared memory
@@ -164,6 +164,7 @@ ATTENTION_CHOICES = (
         "reads only visible keys, stores no mask; sums in a fixed order, so that runs repeat to the bit",
     ),
     Choice("sdpa", always_runs, "nothing", "never stores the scores", fallback_cost, attention_note("sdpa")),
+    invariant_choice("documents one by one, in tiles: bits depend on nothing beside the document (kernels.invariant)"),
 )
 
 NEEDS_MASKED_KERNELS = "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256"

@@ -6,14 +6,25 @@ B sequences, S positions, H heads, D head width; M queries are worked on at a ti
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_or_zero
+from moefold.kernels.tile_triton import load_or_zero, store_inside
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class TileOptions(NamedTuple):
+    """Queries and keys of a tile, and the options of the launch."""
+
+    M: int
+    N: int
+    num_warps: int
+    num_stages: int
 
 
 @triton.jit
@@ -21,18 +32,21 @@ def program_head(H):
     """The sequence and the head of this program: the second axis of the grid runs over all heads of all sequences."""
     head = tl.program_id(1)
     b = head // H
-    return b.to(tl.int64), head % H
+    b = b.to(tl.int64)
+    return b, head % H
 
 
 @triton.jit
 def head_block(base, places, stride, end, D: constexpr, WIDE: constexpr):
     """Pointers to (positions, WIDE) of one head; and which lie before the end and within its width."""
-    d = tl.arange(0, WIDE)[None, :]
+    d = tl.arange(0, WIDE)
+    d = d[None, :]
     row = places[:, None]
     inside = row < end
     if D < WIDE:
         inside = inside & (d < D)
-    return base + row * stride + d, inside
+    pointers = base + row * stride + d
+    return pointers, inside
 
 
 @triton.jit
@@ -46,14 +60,15 @@ def load_head_block(base, places, stride, end, D: constexpr, WIDE: constexpr):
 def store_head_block(base, places, stride, end, values, D: constexpr, WIDE: constexpr):
     pointers, inside = head_block(base, places, stride, end, D, WIDE)
     rounded = values.to(base.dtype.element_ty)
-    tl.store(pointers, rounded, mask=inside)
+    store_inside(pointers, rounded, inside)
 
 
 @triton.jit
 def load_log_sums(lse, head, rows, S):
     """The log-sum-exp of some queries of a head, to the base of two; infinite behind the end, where P is then zero."""
     at = lse + head * S + rows
-    natural = tl.load(at, mask=rows < S, other=float("inf"))
+    inside = rows < S
+    natural = tl.load(at, mask=inside, other=float("inf"))
     return natural * LOG2E
 
 
@@ -66,18 +81,25 @@ def load_delta(delta, head, rows, S):
 @triton.jit
 def row_dots(a, b):
     """The product of each row of `a` with that of `b`: delta, of results and their gradients."""
-    products = a.to(tl.float32) * b.to(tl.float32)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    products = a * b
     return tl.sum(products, 1)
 
 
 def empty_gradients(*tensors: Tensor) -> list[Tensor]:
     """Contiguous memory for the gradient of each."""
-    return [x.new_empty(x.shape) for x in tensors]
+    gradients = []
+    for x in tensors:
+        memory = x.new_empty(x.shape)
+        gradients.append(memory)
+    return gradients
 
 
 def outer_strides(*tensors: Tensor) -> list[int]:
     """The strides of sequences, positions and heads; the elements of a head are contiguous."""
     strides: list[int] = []
     for x in tensors:
-        strides += x.stride()[:3]
+        *outer, _ = x.stride()
+        strides += outer
     return strides

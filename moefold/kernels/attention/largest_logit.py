@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.kernels.attention.attention import attention_mask, scale_or_default
+from moefold.kernels.attention.attention import attention_mask, repeated_heads, scale_or_default
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 QUERY_CHUNK = 512  # queries whose scores are computed at once
@@ -25,20 +25,29 @@ def largest_logit(
 ) -> Tensor:
     """largest_H in fp32 or better. The S queries are the last of the L positions."""
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
-    group = q_BSHD.shape[2] // k_BLGD.shape[2]
-    k_BHLD = k_BLGD.transpose(1, 2).to(wide).repeat_interleave(group, dim=1)
-    q_BHSD = q_BSHD.transpose(1, 2).to(wide)
+    heads = q_BSHD.shape[2]
+    q_BHSD = q_BSHD.transpose(1, 2)
+    q_BHSD = q_BHSD.to(wide)
+    k_BHLD = repeated_heads(k_BLGD, heads, wide)
     queries = q_BHSD.shape[2]
-    ahead = k_BHLD.shape[2] - queries
-    largest_H = q_BHSD.new_full(q_BHSD.shape[1:2], -torch.inf)
+    keys = k_BHLD.shape[2]
+    ahead = keys - queries
+    largest_H = q_BHSD.new_full((heads,), -torch.inf)
     for first in range(0, queries, QUERY_CHUNK):
-        q_chunk = q_BHSD[:, :, first : first + QUERY_CHUNK]
+        end = first + QUERY_CHUNK
+        chunk = slice(first, end)
+        q_chunk = q_BHSD[:, :, chunk]
+        begins = None
+        if begins_BS is not None:
+            begins = begins_BS[:, chunk]
         count = q_chunk.shape[2]
-        begins = None if begins_BS is None else begins_BS[:, first : first + count]
-        visible = attention_mask(count, k_BHLD.shape[2], ahead + first, window, q_BSHD.device, begins)
+        device = q_chunk.device
+        visible = attention_mask(count, keys, ahead + first, window, device, begins)
+        hidden = ~visible
         scores = q_chunk @ k_BHLD.mT
-        scores = scores.masked_fill(~visible, -torch.inf)
-        largest_H = largest_H.maximum(scores.amax(dim=(0, 2, 3)))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        largest_of_chunk_H = scores.amax(dim=(0, 2, 3))
+        largest_H = largest_H.maximum(largest_of_chunk_H)
     return largest_H * scale_or_default(scale, q_BSHD)
 
 
@@ -55,8 +64,11 @@ def largest_logit_cases(draw: CaseInputs) -> Cases:
         q = draw.normal(b, s, h, d)
         k = draw.normal(b, keys, g, d, seed=1)
         name = f"{b} x {s} of {keys}, {h}/{g} heads of {d}, window {window}"
-        yield KernelCase(name, (q, k, 0.3, window, None))
-    begins = torch.tensor([[0, 0, 2, 2, 4]], device=draw.device)
+        inputs = (q, k, 0.3, window, None)
+        yield KernelCase(name, inputs)
+    device = draw.device
+    begins = torch.tensor([[0, 0, 2, 2, 4]], device=device)
     q = draw.normal(1, 5, 2, 8)
     k = draw.normal(1, 5, 2, 8, seed=1)
-    yield KernelCase("documents", (q, k, None, 0, begins))
+    inputs = (q, k, None, 0, begins)
+    yield KernelCase("documents", inputs)

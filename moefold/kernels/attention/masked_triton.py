@@ -9,8 +9,6 @@ Scores are to the base of two.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from triton.language import constexpr
 
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
+    TileOptions,
     empty_gradients,
     load_delta,
     load_head_block,
@@ -28,18 +27,16 @@ from moefold.kernels.attention.heads_triton import (
     row_dots,
     store_head_block,
 )
-from moefold.kernels.tile_triton import load_or_zero, wide_program_id
+from moefold.kernels.tile_triton import (
+    fp32_zeros,
+    load_or_zero,
+    numbers_from,
+    store_inside,
+    wide_program_id,
+    zero_outside,
+)
 
 LARGEST_OFFSET = (1 << 31) - 1
-
-
-class TileOptions(NamedTuple):
-    """Queries and keys of a tile, and the options of the launch."""
-
-    M: int
-    N: int
-    num_warps: int
-    num_stages: int
 
 
 # Of a dozen tried on an H200 the best (docs/benchmarks/step-notes.md).
@@ -60,14 +57,16 @@ FORWARD, DQ, DKDV = range(3)  # places in these
 def first_visible(first, b, rows, S, L):
     """The first key that each of these queries sees; behind the end, queries see none."""
     at = first + b * S + rows
-    return tl.load(at, mask=rows < S, other=L)
+    inside = rows < S
+    return tl.load(at, mask=inside, other=L)
 
 
 @triton.jit
 def visible_keys(rows, columns, first_M, ahead, L):
     """(M, N): which keys a query sees, from its first to its own or the last there is."""
     key = columns[None, :]
-    last = tl.minimum(rows + ahead, L - 1)
+    own = rows + ahead
+    last = tl.minimum(own, L - 1)
     not_before = key >= first_M[:, None]
     not_behind = key <= last[:, None]
     return not_before & not_behind
@@ -75,16 +74,22 @@ def visible_keys(rows, columns, first_M, ahead, L):
 
 @triton.jit
 def masked_attention_kernel(
-    q, k, v, first, sink, y, lse, S, L, ahead, scale, H, GROUP,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, y_b, y_s, y_h,
-    SINK: constexpr, D: constexpr, DW: constexpr, V: constexpr, VW: constexpr,
+    q, k, v, first, sink, y, lse,
+    S, L, ahead, scale, H, GROUP,
+    q_b, q_s, q_h,
+    k_b, k_s, k_h,
+    v_b, v_s, v_h,
+    y_b, y_s, y_h,
+    SINK: constexpr,
+    D: constexpr, DW: constexpr,
+    V: constexpr, VW: constexpr,
     M: constexpr, N: constexpr,
 ):  # fmt: skip
     """M queries of one head, with an online softmax over their keys."""
     # prologue: this program's queries
     b, h = program_head(H)
     start = tl.program_id(0) * M
-    rows = start + tl.arange(0, M)
+    rows = numbers_from(start, M)
     q_head = q + b * q_b + h * q_h
     queries = load_head_block(q_head, rows, q_s, S, D, DW)
     first_M = first_visible(first, b, rows, S, L)
@@ -94,9 +99,10 @@ def masked_attention_kernel(
     top = total - float("inf")
     if SINK:
         sink_logit = tl.load(sink + h)
-        top = total + sink_logit.to(tl.float32) * LOG2E
+        sink_logit = sink_logit.to(tl.float32)
+        top = total + sink_logit * LOG2E
         total += 1.0
-    out = tl.zeros((M, VW), tl.float32)
+    out = fp32_zeros(M, VW)
     # the head of keys and values, and the keys that any of the queries sees
     g = h // GROUP
     k_head = k + b * k_b + g * k_h
@@ -107,9 +113,10 @@ def masked_attention_kernel(
     begin = lowest // N * N
     for n in range(begin, end, N):
         # scores of this block of keys
-        columns = n + tl.arange(0, N)
+        columns = numbers_from(n, N)
         keys = load_head_block(k_head, columns, k_s, L, D, DW)
-        scores = tl.dot(queries, keys.T) * log2_scale
+        products = tl.dot(queries, keys.T)
+        scores = products * log2_scale
         visible = visible_keys(rows, columns, first_M, ahead, L)
         scores = tl.where(visible, scores, float("-inf"))
         # the new maximum, and what it leaves of the old sums
@@ -117,30 +124,43 @@ def masked_attention_kernel(
         higher = tl.maximum(top, block_top)
         unseen = higher == float("-inf")  # a query that has seen no key yet
         shift = tl.where(unseen, 0.0, higher)
-        p = tl.exp2(scores - shift[:, None])
+        below = scores - shift[:, None]
+        p = tl.exp2(below)
         kept = tl.exp2(top - shift)
         # weighted values and sum
         values = load_head_block(v_head, columns, v_s, L, V, VW)
         kept_out = out * kept[:, None]
         weights = p.to(values.dtype)
         out = tl.dot(weights, values, kept_out)
-        total = total * kept + tl.sum(p, 1)
+        kept_total = total * kept
+        total = kept_total + tl.sum(p, 1)
         top = higher
     # epilogue: normalise; a query that saw no key has zeros and minus infinity
     y_head = y + b * y_b + h * y_h
-    total = tl.where(total == 0.0, 1.0, total)
+    saw_none = total == 0.0
+    total = tl.where(saw_none, 1.0, total)
     normalised = out / total[:, None]
     store_head_block(y_head, rows, y_s, S, normalised, V, VW)
-    lse_M = (top + tl.log2(total)) / LOG2E
+    log2_sum = top + tl.log2(total)
+    lse_M = log2_sum / LOG2E
     lse_head = lse + wide_program_id(1) * S
-    tl.store(lse_head + rows, lse_M, mask=rows < S)
+    inside = rows < S
+    store_inside(lse_head + rows, lse_M, inside)
 
 
 @triton.jit
 def masked_attention_dq_kernel(
-    q, k, v, dy, first, y, lse, delta, dq, S, L, ahead, scale, H, GROUP,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, d_b, d_s, d_h, y_b, y_s, y_h, o_b, o_s, o_h,
-    DELTA: constexpr, D: constexpr, DW: constexpr, V: constexpr, VW: constexpr,
+    q, k, v, dy, first, y, lse, delta, dq,
+    S, L, ahead, scale, H, GROUP,
+    q_b, q_s, q_h,
+    k_b, k_s, k_h,
+    v_b, v_s, v_h,
+    d_b, d_s, d_h,
+    y_b, y_s, y_h,
+    o_b, o_s, o_h,
+    DELTA: constexpr,
+    D: constexpr, DW: constexpr,
+    V: constexpr, VW: constexpr,
     M: constexpr, N: constexpr,
 ):  # fmt: skip
     """The gradient of M queries of one head; and, unless DELTA is given, delta = sum(dy * y) per query, for the kernel
@@ -149,7 +169,7 @@ def masked_attention_dq_kernel(
     b, h = program_head(H)
     head = wide_program_id(1)
     start = tl.program_id(0) * M
-    rows = start + tl.arange(0, M)
+    rows = numbers_from(start, M)
     q_head = q + b * q_b + h * q_h
     queries = load_head_block(q_head, rows, q_s, S, D, DW)
     dy_head = dy + b * d_b + h * d_h
@@ -162,7 +182,8 @@ def masked_attention_dq_kernel(
         result = load_head_block(y_head, rows, y_s, S, V, VW)
         delta_M = row_dots(result, grads)
         delta_head = delta + head * S
-        tl.store(delta_head + rows, delta_M, mask=rows < S)
+        inside = rows < S
+        store_inside(delta_head + rows, delta_M, inside)
     lse_M = load_log_sums(lse, head, rows, S)
     first_M = first_visible(first, b, rows, S, L)
     log2_scale = scale * LOG2E
@@ -170,23 +191,26 @@ def masked_attention_dq_kernel(
     g = h // GROUP
     k_head = k + b * k_b + g * k_h
     v_head = v + b * v_b + g * v_h
-    total = tl.zeros((M, DW), tl.float32)
+    total = fp32_zeros(M, DW)
     lowest = tl.load(first + b * S + start)
     end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks
     begin = lowest // N * N
     for n in range(begin, end, N):
-        columns = n + tl.arange(0, N)
+        columns = numbers_from(n, N)
         keys = load_head_block(k_head, columns, k_s, L, D, DW)
         values = load_head_block(v_head, columns, v_s, L, V, VW)
         # P of this block
-        scores = tl.dot(queries, keys.T) * log2_scale
+        products = tl.dot(queries, keys.T)
+        scores = products * log2_scale
         visible = visible_keys(rows, columns, first_M, ahead, L)
-        p = tl.exp2(scores - lse_M[:, None])
-        p = tl.where(visible, p, 0.0)
+        below = scores - lse_M[:, None]
+        p = tl.exp2(below)
+        p = zero_outside(p, visible)
         # dS = P (dP - delta), and dQ += dS K
         dp = tl.dot(grads, values.T)
-        ds = p * (dp - delta_M[:, None])
+        excess = dp - delta_M[:, None]
+        ds = p * excess
         rounded = ds.to(keys.dtype)
         total = tl.dot(rounded, keys, total)
     # epilogue
@@ -197,21 +221,29 @@ def masked_attention_dq_kernel(
 
 @triton.jit
 def masked_attention_dkdv_kernel(
-    q, k, v, dy, until, lse, delta, dk, dv, S, L, ahead, scale, G, GROUP,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, d_b, d_s, d_h, ok_b, ok_s, ok_h, ov_b, ov_s, ov_h,
-    D: constexpr, DW: constexpr, V: constexpr, VW: constexpr, M: constexpr, N: constexpr,
+    q, k, v, dy, until, lse, delta, dk, dv,
+    S, L, ahead, scale, G, GROUP,
+    q_b, q_s, q_h,
+    k_b, k_s, k_h,
+    v_b, v_s, v_h,
+    d_b, d_s, d_h,
+    ok_b, ok_s, ok_h,
+    ov_b, ov_s, ov_h,
+    D: constexpr, DW: constexpr,
+    V: constexpr, VW: constexpr,
+    M: constexpr, N: constexpr,
 ):  # fmt: skip
     """The gradients of N keys and values of one head, summed over the query heads of its group."""
     # prologue: this program's keys and values
     b, g = program_head(G)
     start = tl.program_id(0) * N
-    columns = start + tl.arange(0, N)
+    columns = numbers_from(start, N)
     k_head = k + b * k_b + g * k_h
     keys = load_head_block(k_head, columns, k_s, L, D, DW)
     v_head = v + b * v_b + g * v_h
     values = load_head_block(v_head, columns, v_s, L, V, VW)
-    of_keys = tl.zeros((N, DW), tl.float32)
-    of_values = tl.zeros((N, VW), tl.float32)
+    of_keys = fp32_zeros(N, DW)
+    of_values = fp32_zeros(N, VW)
     log2_scale = scale * LOG2E
     # the queries that see them: from those at the first key to the last key's last
     first_row = tl.maximum(start - ahead, 0)
@@ -228,24 +260,27 @@ def masked_attention_dkdv_kernel(
         head = b * G * GROUP + h
         for m in range(lowest, end, M):
             # a block of queries, the gradients of their results, their statistics
-            rows = m + tl.arange(0, M)
+            rows = numbers_from(m, M)
             queries = load_head_block(q_head, rows, q_s, S, D, DW)
             grads = load_head_block(dy_head, rows, d_s, S, V, VW)
             lse_M = load_log_sums(lse, head, rows, S)
             delta_M = load_delta(delta, head, rows, S)
             # P^T of this block, and dV += P^T dO
-            scores = tl.dot(keys, queries.T) * log2_scale
+            products = tl.dot(keys, queries.T)
+            scores = products * log2_scale
             row = rows[None, :]
             not_later = columns[:, None] <= row + ahead
             not_behind = row < until_N[:, None]
             visible = not_later & not_behind
-            p = tl.exp2(scores - lse_M[None, :])
-            p = tl.where(visible, p, 0.0)
+            below = scores - lse_M[None, :]
+            p = tl.exp2(below)
+            p = zero_outside(p, visible)
             weights = p.to(grads.dtype)
             of_values = tl.dot(weights, grads, of_values)
             # dS^T = P^T (dP^T - delta), and dK += dS^T Q
             dp = tl.dot(values, grads.T)
-            ds = p * (dp - delta_M[None, :])
+            excess = dp - delta_M[None, :]
+            ds = p * excess
             rounded = ds.to(queries.dtype)
             of_keys = tl.dot(rounded, queries, of_keys)
     # epilogue
@@ -258,27 +293,32 @@ def masked_attention_dkdv_kernel(
 
 def padded_width(x: Tensor) -> int:
     """The power of two that holds the width of a head."""
-    power = triton.next_power_of_2(x.shape[-1])
+    width = x.shape[-1]
+    power = triton.next_power_of_2(width)
     return max(16, power)
 
 
 def padded_widths(q_BSHD: Tensor, v_BLGV: Tensor) -> list[int]:
     """D and V, each with the power of two that holds it."""
     d = q_BSHD.shape[-1]
+    dw = padded_width(q_BSHD)
     v = v_BLGV.shape[-1]
-    return [d, padded_width(q_BSHD), v, padded_width(v_BLGV)]
+    vw = padded_width(v_BLGV)
+    return [d, dw, v, vw]
 
 
 def tile_options(kernel: int, widths: list[int]) -> TileOptions:
     """Those of one of the three kernels."""
-    tiles = WIDE if max(widths) > 128 else NARROW
-    return TileOptions(*tiles[kernel])
+    is_wide = max(widths) > 128
+    tiles = WIDE if is_wide else NARROW
+    return tiles[kernel]
 
 
 def addressable(x: Tensor) -> Tensor:
     """Heads with contiguous columns, and positions within reach of 32-bit offsets."""
     reach = x.stride(1) * x.shape[1]
-    if x.stride(-1) == 1 and reach <= LARGEST_OFFSET:
+    is_contiguous = x.stride(-1) == 1
+    if is_contiguous and reach <= LARGEST_OFFSET:
         return x
     return x.contiguous()
 
@@ -294,7 +334,8 @@ def masked_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(B, S, H, V) and its log-sum-exp (B, H, S), sinks included."""
     b, s, h, _ = q.shape
-    length, g = k.shape[1:3]
+    _, length, g, _ = k.shape
+    group = h // g
     q = addressable(q)
     k = addressable(k)
     v = addressable(v)
@@ -302,14 +343,15 @@ def masked_attention_forward(
     y = q.new_empty(b, s, h, width)
     lse = q.new_empty(b, h, s, dtype=torch.float32)
     tensors = (q, k, v, first_BS, sink_H, y, lse)
-    sizes = (s, length, ahead, scale, h, h // g)
+    sizes = (s, length, ahead, scale, h, group)
     strides = outer_strides(q, k, v, y)
     widths = padded_widths(q, v)
     options = tile_options(FORWARD, widths)
     query_blocks = triton.cdiv(s, options.M)
     has_sink = sink_H is not None
     launch = masked_attention_kernel[query_blocks, b * h]
-    launch(*tensors, *sizes, *strides, has_sink, *widths, **options._asdict())
+    tile = options._asdict()
+    launch(*tensors, *sizes, *strides, has_sink, *widths, **tile)
     return y, lse
 
 
@@ -328,12 +370,16 @@ def masked_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. `delta` (B, H, S) is an output where the result `y` is given, else an input."""
     b, s, h, _ = q.shape
-    length, g = k.shape[1:3]
+    _, length, g, _ = k.shape
     group = h // g
-    inputs = [addressable(x) for x in (q, k, v, dy)]
-    has_delta = y is None
-    y = inputs[-1] if y is None else addressable(y)
     dq, dk, dv = empty_gradients(q, k, v)
+    q = addressable(q)
+    k = addressable(k)
+    v = addressable(v)
+    dy = addressable(dy)
+    inputs = (q, k, v, dy)
+    has_delta = y is None
+    y = dy if y is None else addressable(y)
     widths = padded_widths(q, v)
     # dq and delta
     tensors = (*inputs, first_BS, y, lse, delta, dq)
@@ -342,7 +388,8 @@ def masked_attention_backward(
     options = tile_options(DQ, widths)
     query_blocks = triton.cdiv(s, options.M)
     launch = masked_attention_dq_kernel[query_blocks, b * h]
-    launch(*tensors, *sizes, *strides, has_delta, *widths, **options._asdict())
+    tile = options._asdict()
+    launch(*tensors, *sizes, *strides, has_delta, *widths, **tile)
     # dk and dv
     tensors = (*inputs, until_BL, lse, delta, dk, dv)
     sizes = (s, length, ahead, scale, g, group)
@@ -350,5 +397,6 @@ def masked_attention_backward(
     options = tile_options(DKDV, widths)
     key_blocks = triton.cdiv(length, options.N)
     launch = masked_attention_dkdv_kernel[key_blocks, b * g]
-    launch(*tensors, *sizes, *strides, *widths, **options._asdict())
+    tile = options._asdict()
+    launch(*tensors, *sizes, *strides, *widths, **tile)
     return dq, dk, dv

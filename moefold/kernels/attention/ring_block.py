@@ -39,7 +39,8 @@ def attention_block(
     log_p = log_p.nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
     out = log_p.exp() @ v
     out_BSHV = out.transpose(1, 2)
-    return out_BSHV.to(q_BSHD.dtype), lse_BHS
+    out_BSHV = out_BSHV.to(q_BSHD.dtype)
+    return out_BSHV, lse_BHS
 
 
 @attention_block.register_fast("triton")
@@ -75,7 +76,8 @@ def attention_block_hopper(
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse, *_ = attend(q, k, v, None, True, 0.0, causal, False, scale=scale)
     out_BSHV = out.transpose(1, 2)
-    lse_BHS = lse.view(q.shape[:3])
+    by_query = q.shape[:3]
+    lse_BHS = lse.view(by_query)
     return out_BSHV, lse_BHS
 
 
@@ -84,11 +86,14 @@ def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int) -> b
     cuDNN refuses, is not plain."""
     queries = q_BSHD.shape[1]
     keys = k_BLGD.shape[1]
+    if queries != keys or keys == 1:
+        return False
     farthest = ahead + queries - 1
     window_ends_here = 0 < window <= farthest
-    if queries != keys or keys == 1 or window_ends_here:
+    if window_ends_here:
         return False
-    return ahead == 0 or ahead >= keys - 1
+    sees_all = ahead >= keys - 1
+    return ahead == 0 or sees_all
 
 
 @register_inner_op
@@ -116,8 +121,10 @@ def attention_block_backward(
     dq_BHSD = ds @ k
     dq = dq_BHSD.transpose(1, 2)
     groups = k_BLGD.shape[2]
-    dk = sum_over_groups(ds.mT @ q, groups)
-    dv = sum_over_groups(p.mT @ dy, groups)
+    dk_BHLD = ds.mT @ q
+    dk = sum_over_groups(dk_BHLD, groups)
+    dv_BHLV = p.mT @ dy
+    dv = sum_over_groups(dv_BHLV, groups)
     dq = dq.to(q_BSHD.dtype)
     dk = dk.to(k_BLGD.dtype)
     dv = dv.to(v_BLGV.dtype)
@@ -160,13 +167,13 @@ def attention_block_backward_hopper(
         launch_hopper_backward,
     )
 
+    heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
     causal = ahead == 0
     plain = is_plain_block(q_BSHD, k_BLGD, ahead, window)
     if not plain or not hopper_backward_applies(q_BSHD, k_BLGD, scale, causal):
-        heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
         return attention_block_backward_triton(*heads, lse_BHS, delta_BHS, scale, ahead, window)
     statistics = block_statistics(delta_BHS, lse_BHS, scale)
-    return launch_hopper_backward(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, statistics, scale, causal)
+    return launch_hopper_backward(*heads, statistics, scale, causal)
 
 
 @register_in_place_op
@@ -176,7 +183,9 @@ def merge_attention_block(out_BSHV: Tensor, lse_BHS: Tensor, part_BSHV: Tensor, 
     joint_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
     old = share_of_sum(lse_BHS, joint_BHS)
     new = share_of_sum(part_lse_BHS, joint_BHS)
-    out_BSHV.mul_(old).add_(part_BSHV * new)
+    added = part_BSHV * new
+    out_BSHV.mul_(old)
+    out_BSHV.add_(added)
     lse_BHS.copy_(joint_BHS)
 
 
@@ -184,7 +193,8 @@ def share_of_sum(lse_BHS: Tensor, joint_BHS: Tensor) -> Tensor:
     """exp(lse - joint), to be broadcast over values (B, S, H, 1); zero where both are minus infinity."""
     difference_BHS = lse_BHS - joint_BHS
     log_share_BHS = difference_BHS.nan_to_num(nan=-torch.inf)
-    share_BSH = log_share_BHS.exp().transpose(1, 2)
+    share_BHS = log_share_BHS.exp()
+    share_BSH = share_BHS.transpose(1, 2)
     return share_BSH[..., None]
 
 
@@ -197,8 +207,10 @@ def merge_attention_block_triton(out_BSHV: Tensor, lse_BHS: Tensor, part_BSHV: T
 
 def sum_over_groups(gradient: Tensor, groups: int) -> Tensor:
     """(B, H, L, width) summed over the query heads of each key/value head: (B, L, G, width)."""
-    by_group = gradient.unflatten(1, (groups, -1))
-    return by_group.sum(2).transpose(1, 2)
+    shape = (groups, -1)
+    by_group = gradient.unflatten(1, shape)
+    sum_BGLD = by_group.sum(2)
+    return sum_BGLD.transpose(1, 2)
 
 
 def masked_block_scores(
@@ -213,9 +225,11 @@ def masked_block_scores(
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
     q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
     scores = q @ k.mT * scale
-    queries, keys = scores.shape[-2:]
-    visible = attention_mask(queries, keys, ahead, window, q.device)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    _, _, queries, keys = scores.shape
+    device = q.device
+    visible = attention_mask(queries, keys, ahead, window, device)
+    hidden = ~visible
+    scores = scores.masked_fill(hidden, -torch.inf)
     return q, k, v, scores
 
 
@@ -242,7 +256,8 @@ def attention_block_cases(draw: CaseInputs) -> Cases:
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}, {ahead} ahead"
         if window:
             name += f", window {window}"
-        inputs = (q, k, v, d**-0.5, ahead, window)
+        scale = d**-0.5
+        inputs = (q, k, v, scale, ahead, window)
         shape = AttentionShape(length, h, g, d, dv)
         yield KernelCase(name, inputs, attention=shape)
 
@@ -250,15 +265,17 @@ def attention_block_cases(draw: CaseInputs) -> Cases:
 @attention_block_backward.register_cases
 def attention_block_backward_cases(draw: CaseInputs) -> Cases:
     for case in attention_block.cases(*draw):
-        q, k, v, scale, ahead, window = case.inputs
-        out, lse = attention_block.reference(q, k, v, scale, ahead, window)
-        dy = draw.normal(*out.shape, seed=3)
+        q, k, v, *setting = case.inputs
+        out, lse = attention_block.reference(*case.inputs)
+        shape = out.shape
+        dy = draw.normal(*shape, seed=3)
         lse = lse.clamp(min=-30)  # a query that sees no key here sees some in other blocks
         wide = lse.dtype
-        products = dy.to(wide) * out.to(wide)
+        wide_dy = dy.to(wide)
+        products = wide_dy * out.to(wide)
         delta_BSH = products.sum(-1)
         delta = delta_BSH.transpose(1, 2)
-        inputs = (dy, q, k, v, lse, delta, scale, ahead, window)
+        inputs = (dy, q, k, v, lse, delta, *setting)
         yield KernelCase(case.name, inputs, attention=case.attention)
 
 
@@ -278,10 +295,12 @@ def merge_attention_block_cases(draw: CaseInputs) -> Cases:
         part_lse = draw.wide(b, h, s, seed=3, scale=4.0)
         shape = AttentionShape(s, h, h, width, width)
         name = f"{b}x{s}, {h} heads of {width}"
-        yield KernelCase(name, (out, lse, part, part_lse), attention=shape)
-        unseen = lse.masked_fill(lse < 0, -torch.inf)
-        unseen_too = part_lse.masked_fill(part_lse < 0, -torch.inf)
-        seen_BSH = unseen.isfinite().transpose(1, 2)
+        inputs = (out, lse, part, part_lse)
+        yield KernelCase(name, inputs, attention=shape)
+        some = lse.masked_fill(lse < 0, -torch.inf)
+        some_too = part_lse.masked_fill(part_lse < 0, -torch.inf)
+        seen_BHS = some.isfinite()
+        seen_BSH = seen_BHS.transpose(1, 2)
         seen_out = out * seen_BSH[..., None]
-        inputs = (seen_out, unseen, part, unseen_too)
+        inputs = (seen_out, some, part, some_too)
         yield KernelCase(f"{name}, some without keys", inputs, attention=shape)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from moefold.kernels.attention.heads_triton import load_head_block, outer_strides, program_head, store_head_block
 from moefold.kernels.attention.masked import first_visible_key, visible_until_query
 from moefold.kernels.attention.masked_triton import masked_attention_backward, masked_attention_forward, padded_width
-from moefold.kernels.tile_triton import load_or_zero, program_block
+from moefold.kernels.tile_triton import load_or_zero, program_block, store_inside
 
 MERGED_ROWS = 32  # queries of one program of the merge
 
@@ -42,15 +43,24 @@ def block_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     first_BS = first_visible_key(q, ahead, window, None)
-    until_BL = visible_until_query(first_BS, k.shape[1])
-    sums = lse_BHS.contiguous(), delta_BHS.contiguous()
-    return masked_attention_backward(dy, q, k, v, first_BS, until_BL, None, *sums, scale, ahead)
+    keys = k.shape[1]
+    until_BL = visible_until_query(first_BS, keys)
+    lse = lse_BHS.contiguous()
+    delta = delta_BHS.contiguous()
+    heads = (dy, q, k, v)
+    ranges = (first_BS, until_BL)
+    return masked_attention_backward(*heads, *ranges, None, lse, delta, scale, ahead)
 
 
 @triton.jit
 def merge_block_kernel(
-    out, lse, part, part_lse, S, H, o_b, o_s, o_h, p_b, p_s, p_h, l_b, l_h, r_b, r_h,
-    V: tl.constexpr, VW: tl.constexpr, M: tl.constexpr,
+    out, lse, part, part_lse,
+    S, H,
+    o_b, o_s, o_h,
+    p_b, p_s, p_h,
+    l_b, l_h,
+    r_b, r_h,
+    V: constexpr, VW: constexpr, M: constexpr,
 ):  # fmt: skip
     """Softmax over the keys of both: each side's weight is its share of the joint sum."""
     # the log-sum-exps of this program's queries
@@ -63,14 +73,16 @@ def merge_block_kernel(
     new = load_or_zero(new_at, inside)
     # their joint sum; neither side may have seen a key
     top = tl.maximum(old, new)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    saw_none = top == float("-inf")
+    shift = tl.where(saw_none, 0.0, top)
     old_sum = tl.exp(old - shift)
     new_sum = tl.exp(new - shift)
     total = old_sum + new_sum
     joint = shift + tl.log(total)
-    tl.store(old_at, joint, mask=inside)
+    store_inside(old_at, joint, inside)
     # weighted results
-    divisor = tl.where(total == 0.0, 1.0, total)
+    is_empty = total == 0.0
+    divisor = tl.where(is_empty, 1.0, total)
     out_head = out + b * o_b + h * o_h
     merged = load_head_block(out_head, rows, o_s, S, V, VW)
     old_share = old_sum / divisor
@@ -86,10 +98,11 @@ def merge_block_kernel(
 def merge_block(out: Tensor, lse_BHS: Tensor, part: Tensor, part_lse_BHS: Tensor) -> None:
     b, s, h, width = out.shape
     strides = outer_strides(out, part)
-    lse_strides = lse_BHS.stride()[:2]
-    part_lse_strides = part_lse_BHS.stride()[:2]
+    l_b, l_h, _ = lse_BHS.stride()
+    r_b, r_h, _ = part_lse_BHS.stride()
+    lse_strides = (l_b, l_h, r_b, r_h)
     widths = (width, padded_width(out))
     query_blocks = triton.cdiv(s, MERGED_ROWS)
     launch = merge_block_kernel[query_blocks, b * h]
     tensors = (out, lse_BHS, part, part_lse_BHS)
-    launch(*tensors, s, h, *strides, *lse_strides, *part_lse_strides, *widths, MERGED_ROWS)
+    launch(*tensors, s, h, *strides, *lse_strides, *widths, MERGED_ROWS)

@@ -33,20 +33,26 @@ def timing_key(capability: Capability, shape: AttentionShape) -> str:
 
 
 def timing_cache_path() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    in_home = Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or in_home
     return Path(base) / "moefold" / "attention.json"
 
 
 def known_times(capability: Capability, shape: AttentionShape) -> AttentionTimes:
     """The times measured for this shape on such a GPU; empty if there are none."""
     key = timing_key(capability, shape)
-    return LEARNT.get(key) or SHIPPED.get(key) or cached_timings().get(key) or {}
+    for timings in (LEARNT, SHIPPED):
+        if timings.get(key):
+            return timings[key]
+    cached = cached_timings()
+    return cached.get(key) or {}
 
 
 def cached_timings() -> dict[str, AttentionTimes]:
     """Times from the file in the cache folder, under today's names. An unreadable file counts as empty."""
     try:
-        timings = json.loads(timing_cache_path().read_text())
+        text = timing_cache_path().read_text()
+        timings = json.loads(text)
     except (OSError, ValueError):
         return {}
     if not isinstance(timings, dict):
@@ -60,13 +66,16 @@ def with_current_names(times: AttentionTimes) -> AttentionTimes:
 
 def remember_times(capability: Capability, shape: AttentionShape, times: AttentionTimes) -> None:
     """Keep times for this run and the next ones; where the file cannot be written, the next run measures again."""
-    LEARNT[timing_key(capability, shape)] = times
+    key = timing_key(capability, shape)
+    LEARNT[key] = times
     path = timing_cache_path()
     timings = cached_timings() | LEARNT
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = path.parent
+        folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(timings, indent=1))
+        text = json.dumps(timings, indent=1)
+        temporary.write_text(text)
         os.replace(temporary, path)
     except OSError:
         return

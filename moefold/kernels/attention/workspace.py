@@ -20,19 +20,23 @@ def ceil_div(a: int, b: int) -> int:
 def score_gradient_rows(positions: int, causal: bool = True) -> int:
     """Rows of one head's dS^T: 128 for each pair of a query tile and a key block that it sees."""
     blocks = ceil_div(positions, KEY_BLOCK)
-    seen = blocks + 1 if causal else 2 * blocks
+    seen = 2 * blocks
+    if causal:
+        seen = blocks + 1
     return blocks * seen * KEY_BLOCK
 
 
 def kv_head_bytes(positions: int, group: int, causal: bool = True) -> int:
     """dS^T of one key/value head with its group of query heads."""
-    scores = score_gradient_rows(positions, causal) * QUERY_TILE
+    rows = score_gradient_rows(positions, causal)
+    scores = rows * QUERY_TILE
     return group * scores * BYTES_PER_SCORE
 
 
 def kv_heads_at_once(positions: int, units: int, group: int, causal: bool = True) -> int:
     """How many of `units` key/value heads fit at once, in rounds of nearly equal size; 0 if one alone is too large."""
-    most = MOST_BYTES // kv_head_bytes(positions, group, causal)
+    head_bytes = kv_head_bytes(positions, group, causal)
+    most = MOST_BYTES // head_bytes
     if most == 0:
         return 0
     rounds = ceil_div(units, most)
@@ -41,4 +45,6 @@ def kv_heads_at_once(positions: int, units: int, group: int, causal: bool = True
 
 def score_gradient_bytes(positions: int, units: int, group: int) -> int:
     """Bytes of the workspace for the heads of one round."""
-    return kv_heads_at_once(positions, units, group) * kv_head_bytes(positions, group)
+    heads = kv_heads_at_once(positions, units, group)
+    head_bytes = kv_head_bytes(positions, group)
+    return heads * head_bytes

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from moefold.config.precision_recipes import SCALE_BLOCK, WIDTH_MULTIPLE, is_fp8
-from moefold.kernels.choice import Choice, Choices, always_runs, hopper_bf16_runs, triton_computes, triton_runs
+from moefold.kernels.choice import (
+    TILED_ROWS,
+    Choice,
+    Choices,
+    always_runs,
+    hopper_bf16_runs,
+    triton_computes,
+    triton_runs,
+)
 from moefold.kernels.facts import Facts
 
 
@@ -20,7 +28,7 @@ def expert_gemm_runs(facts: Facts) -> bool:
     """Uses Hopper's instructions (wgmma, TMA); TMA needs rows that begin at multiples of 16 bytes."""
     if facts.recipe != "plain" or facts.dtype != "bf16" or facts.capability[0] != 9:
         return False
-    if facts.unfused_experts:
+    if facts.unfused_experts or facts.invariant:
         return False
     if not facts.hidden or not facts.ffn:
         return False
@@ -37,6 +45,8 @@ def fp8_experts_run(facts: Facts) -> bool:
 
 
 def refuse_unfused_experts(facts: Facts) -> str:
+    if facts.invariant:
+        return "kernels.invariant: rows of experts are multiplied in tiles of their own"
     if not facts.unfused_experts:
         return ""
     return f"{facts.unfused_experts}: not on the fused expert kernel; the experts run as a composition of ops"
@@ -59,6 +69,9 @@ TRITON_ACTIVATION = Choice(
     "one pass each way; saves the pre-activation only",
 )
 
+SWIGLU_PASS = Choice(
+    "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "SwiGLU's gradient quantised both ways in one read"
+)
 FP8_GEMM = Choice(
     "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "SwiGLU or its gradient inside the FP8 product"
 )
@@ -86,6 +99,7 @@ CHOICES: Choices = {
     ),
     "fp8_swiglu_product": (FP8_GEMM,),
     "fp8_dswiglu_product": (FP8_GEMM,),
-    "grouped_gemm": (TORCH_GROUPED_MM,),
+    "quantise_swiglu_gradient": (SWIGLU_PASS,),
+    "grouped_gemm": (TORCH_GROUPED_MM, TILED_ROWS),
     "grouped_gemm_weight": (TORCH_GROUPED_MM,),
 }

@@ -18,7 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moefold.kernels.experts.epilogues_hopper import (
     BlockPlace,
+    SwigluGradient,
+    block_columns,
     block_offsets,
+    block_rows,
+    load_or_zero,
+    output_blocks,
     store_rounded,
     swiglu_gradient,
     tanh_sigmoid,
@@ -51,7 +56,6 @@ SCALES_LAYOUT = gl.constexpr(  # of 4 lines of 64 rows' scales
         order=[1, 0],
     )
 )
-ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, PART_LAYOUT))
 LARGEST = gl.constexpr(448.0)
 
 
@@ -68,11 +72,24 @@ class Fp8Outputs(NamedTuple):
     dots_nP: Any = None
 
 
+class PreActivationAhead(NamedTuple):
+    """Shared memory for the kept pre-activation, fetched ahead: blocks, and scales of rows."""
+
+    blocks: Any
+    scales: Any
+
+
+@gluon.jit
+def row_maximum(x):
+    magnitude = gl.abs(x)
+    return gl.reduce(magnitude, 1, larger_magnitude)
+
+
 @gluon.jit
 def block_scale(x0, x1, POWER_OF_TWO: gl.constexpr):
     """The scale of each row of two parts, and its reciprocal."""
-    amax0 = gl.reduce(gl.abs(x0), 1, larger_magnitude)
-    amax1 = gl.reduce(gl.abs(x1), 1, larger_magnitude)
+    amax0 = row_maximum(x0)
+    amax1 = row_maximum(x1)
     amax = larger_magnitude(amax0, amax1)
     scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
     return scale, reciprocal(scale)
@@ -81,25 +98,31 @@ def block_scale(x0, x1, POWER_OF_TWO: gl.constexpr):
 @gluon.jit
 def load_part(bufs, chunk, s):
     """Slab s of a chunk of 64 rows and 64 columns, in fp32."""
-    count: gl.constexpr = bufs.numel // (SLAB * 64)
-    shape: gl.constexpr = [count, SLAB, 64]
-    slabs = bufs._reinterpret(gl.bfloat16, shape, bufs.type.layout)
+    slabs = output_blocks(bufs, SLAB)
     slab = slabs.index(chunk * SLABS + s)
-    return slab.load(PART_LAYOUT).to(gl.float32)
+    part = slab.load(PART_LAYOUT)
+    return part.to(gl.float32)
+
+
+@gluon.jit
+def load_pair(bufs, chunk, s):
+    """Slab s of 128 columns, as two parts."""
+    left = load_part(bufs, chunk, s)
+    right = load_part(bufs, chunk + 1, s)
+    return left, right
 
 
 @gluon.jit
 def row_numbers():
     """0 to 7, one for each row of a slab."""
-    return gl.arange(0, SLAB, layout=ROW_LAYOUT)
+    return block_rows(SLAB, PART_LAYOUT)
 
 
 @gluon.jit
 def store_part(ptr, at, stride, x):
-    columns: gl.constexpr = gl.SliceLayout(0, PART_LAYOUT)
     r = row_numbers()
-    c = gl.arange(0, 64, layout=columns)
-    offsets, there = block_offsets(r, c, at, stride, SLAB)
+    c = block_columns(64, PART_LAYOUT)
+    offsets, there = block_offsets(r, c, at, stride)
     store_rounded(ptr + offsets, x, there)
 
 
@@ -107,13 +130,16 @@ def store_part(ptr, at, stride, x):
 def store_pair(ptr, at, stride, x0, x1):
     """128 columns of a slab, in an array with rows of `stride`, in the type of the memory."""
     store_part(ptr, at, stride, x0)
-    right = BlockPlace(at.row, at.column + 64, at.width)
+    column = at.column + 64
+    right = BlockPlace(at.row, column, at.width, SLAB)
     store_part(ptr, right, stride, x1)
 
 
 @gluon.jit
-def store_block(values, scales, line, at, stride, x0, x1, POWER_OF_TWO: gl.constexpr):
-    """A block of 128 columns of a slab: in bf16 without `scales`, else as FP8 with scales, which begin at `line`."""
+def store_block(out, line, at, stride, block, POWER_OF_TWO: gl.constexpr):
+    """A block of 128 columns of a slab: in bf16 without scales, else as FP8 with scales, which begin at `line`."""
+    values, scales = out
+    x0, x1 = block
     if scales is None:
         store_pair(values, at, stride, x0, x1)
     else:
@@ -133,7 +159,8 @@ def load_weights(weight_R, row, real):
     for s in gl.static_range(SLABS):
         r = s * SLAB + row_numbers()
         at = weight_R + row + r
-        w = gl.load(at, mask=r < real, other=0.0)
+        there = r < real
+        w = load_or_zero(at, there)
         weights += (w,)
     return weights
 
@@ -149,98 +176,118 @@ def epilogue_swiglu_fp8(outs, tile, at, F, padded, POWER_OF_TWO: gl.constexpr):
     chunk = at.half * 4
     # loop over slabs of 8 rows
     for s in range(SLABS if at.real > 0 else 0):
-        w = weights[0][:, None]
+        weight = weights[0]
+        w = weight[:, None]
         weights = weights[1:] + weights[7:]  # of the next slab first
-        g0 = load_part(tile, chunk, s)
-        g1 = load_part(tile, chunk + 1, s)
-        u0 = load_part(tile, chunk + 2, s)
-        u1 = load_part(tile, chunk + 3, s)
+        gate = load_pair(tile, chunk, s)
+        up = load_pair(tile, chunk + 2, s)
         # the pre-activation
         row = at.pad + s * SLAB
-        here = BlockPlace(row, at.n * 128, F)
-        line = at.n.to(gl.int64) * padded
-        up_line = line + blocks.to(gl.int64) * padded
-        store_block(outs.h_ptr, outs.h_scales, line, here, 2 * F, g0, g1, POWER_OF_TWO)
-        store_block(outs.h_ptr + F, outs.h_scales, up_line, here, 2 * F, u0, u1, POWER_OF_TWO)
+        column = at.n * 128
+        here = BlockPlace(row, column, F, SLAB)
+        n = at.n.to(gl.int64)
+        line = n * padded
+        wide_blocks = blocks.to(gl.int64)
+        up_line = line + wide_blocks * padded
+        gate_out = (outs.h_ptr, outs.h_scales)
+        store_block(gate_out, line, here, 2 * F, gate, POWER_OF_TWO)
+        up_out = (outs.h_ptr + F, outs.h_scales)
+        store_block(up_out, up_line, here, 2 * F, up, POWER_OF_TWO)
         # the activation
-        a0 = g0 * tanh_sigmoid(g0) * u0 * w
-        a1 = g1 * tanh_sigmoid(g1) * u1 * w
-        store_block(outs.side_ptr, outs.side_scales, line, here, F, a0, a1, POWER_OF_TWO)
+        a0 = weighted_swiglu(gate[0], up[0], w)
+        a1 = weighted_swiglu(gate[1], up[1], w)
+        act_out = (outs.side_ptr, outs.side_scales)
+        store_block(act_out, line, here, F, (a0, a1), POWER_OF_TWO)
+
+
+@gluon.jit
+def weighted_swiglu(g, u, w):
+    silu = g * tanh_sigmoid(g)
+    return silu * u * w
 
 
 @gluon.jit
 def prefetch_block(h_ptr, buf, at):
-    rows: gl.constexpr = gl.SliceLayout(1, BLOCK_LAYOUT)
-    columns: gl.constexpr = gl.SliceLayout(0, BLOCK_LAYOUT)
-    r = gl.arange(0, SLAB, layout=rows)
-    c = gl.arange(0, 128, layout=columns)
-    offsets, there = block_offsets(r, c, at, 2 * at.width, SLAB)
+    r = block_rows(SLAB, BLOCK_LAYOUT)
+    c = block_columns(128, BLOCK_LAYOUT)
+    stride = 2 * at.width
+    offsets, there = block_offsets(r, c, at, stride)
     async_copy.async_copy_global_to_shared(buf, h_ptr + offsets, mask=there)
 
 
 @gluon.jit
-def prefetch_pre_activation(h_ptr, ahead, p, pad, n, F):
+def prefetch_pre_activation(h_ptr, bufs, p, at, F):
     """Start the copy of gate and up of block p (slab p // 2, 128 columns p % 2) to shared memory, which has room for
     four blocks."""
-    row = pad + p // 2 % SLABS * SLAB
-    column = n * 256 + p % 2 * 128
+    slab = p // 2 % SLABS
+    row = at.pad + slab * SLAB
+    column = at.n * 256 + p % 2 * 128
     first = p % 4 * 2
-    gate_buf = ahead.index(first)
-    up_buf = ahead.index(first + 1)
-    here = BlockPlace(row, column, F)
+    gate_buf = bufs.index(first)
+    up_buf = bufs.index(first + 1)
+    here = BlockPlace(row, column, F, SLAB)
     prefetch_block(h_ptr, gate_buf, here)
     prefetch_block(h_ptr + F, up_buf, here)
     async_copy.commit_group()
 
 
 @gluon.jit
-def prefetch_scales(scales, buf, pad, n, blocks, padded):
+def prefetch_scales(scales, buf, at, blocks, padded):
     """Start the copy of 64 rows' scales to shared memory: gate, gate, up, up of the tile's two blocks of columns."""
-    lines: gl.constexpr = gl.SliceLayout(1, SCALES_LAYOUT)
-    rows: gl.constexpr = gl.SliceLayout(0, SCALES_LAYOUT)
-    q = gl.arange(0, 4, layout=lines)
-    r = gl.arange(0, 64, layout=rows)
-    column_block = gl.minimum(n * 2 + q % 2, blocks - 1)
+    q = block_rows(4, SCALES_LAYOUT)
+    r = block_columns(64, SCALES_LAYOUT)
+    column_block = at.n * 2 + q % 2
+    column_block = gl.minimum(column_block, blocks - 1)
     block = column_block + q // 2 * blocks
-    line = block.to(gl.int64)[:, None] * padded
-    row = pad + r
-    at = scales + line + row[None, :]
-    async_copy.async_copy_global_to_shared(buf, at)
+    block = block.to(gl.int64)
+    line = block[:, None] * padded
+    row = at.pad + r
+    scales_at = scales + line + row[None, :]
+    async_copy.async_copy_global_to_shared(buf, scales_at)
 
 
 @gluon.jit
 def load_slab_scales(buf, q, s):
-    shape: gl.constexpr = [4 * SLABS, SLAB, 1]
-    slabs = buf._reinterpret(gl.float32, shape, buf.type.layout)
+    count: gl.constexpr = 4 * SLABS
+    shape: gl.constexpr = [count, SLAB, 1]
+    layout: gl.constexpr = buf.type.layout
+    slabs = buf._reinterpret(gl.float32, shape, layout)
     slab = slabs.index(q * SLABS + s)
     return slab.load(PART_LAYOUT)
 
 
 @gluon.jit
-def load_kept_pair(ahead, first, scales, q, s, FP8: gl.constexpr):
+def load_kept_part(block, COLUMN: gl.constexpr):
+    part = block.slice(COLUMN, 64, 1)
+    return part.load(PART_LAYOUT)
+
+
+@gluon.jit
+def load_kept_pair(ahead, first, q, s, FP8: gl.constexpr):
     """A block of gate or up, from the copy of the pre-activation in shared memory."""
-    block = ahead.index(first)
-    left = block.slice(0, 64, 1).load(PART_LAYOUT)
-    right = block.slice(64, 64, 1).load(PART_LAYOUT)
+    block = ahead.blocks.index(first)
+    left = load_kept_part(block, 0)
+    right = load_kept_part(block, 64)
     x0 = left.to(gl.float32)
     x1 = right.to(gl.float32)
     if FP8:
-        scale = load_slab_scales(scales, q, s)
+        scale = load_slab_scales(ahead.scales, q, s)
         x0 *= scale
         x1 *= scale
     return x0, x1
 
 
 @gluon.jit
-def store_gradients(outs, at, F, dgate0, dgate1, dup0, dup1, a0, a1):
-    """Of one block: dgate, dup, and the activation."""
-    store_pair(outs.out_ptr, at, 2 * F, dgate0, dgate1)
-    store_pair(outs.out_ptr + F, at, 2 * F, dup0, dup1)
-    store_pair(outs.side_ptr, at, F, a0, a1)
+def store_gradients(outs, at, F, left, right):
+    """Of one block's two parts: dgate, dup, and the activation."""
+    gate_ptr = outs.out_ptr
+    store_pair(gate_ptr, at, 2 * F, left.dgate, right.dgate)
+    store_pair(gate_ptr + F, at, 2 * F, left.dup, right.dup)
+    store_pair(outs.side_ptr, at, F, left.act, right.act)
 
 
 @gluon.jit
-def epilogue_dswiglu_fp8(outs, tile, ahead, ahead_scales, at, F, padded):
+def epilogue_dswiglu_fp8(outs, tile, ahead, at, F, padded):
     """The tile is the gradient of the activation. Writes the gradient of the pre-activation and the activation once
     more, both in bf16, from the kept pre-activation, which is prefetched three blocks ahead."""
     F = F // 16 * 16  # tells the compiler that it is a multiple of 16
@@ -249,45 +296,50 @@ def epilogue_dswiglu_fp8(outs, tile, ahead, ahead_scales, at, F, padded):
     # prologue: scales, and three blocks in flight
     FP8: gl.constexpr = outs.h_scales is not None
     if FP8:
-        prefetch_scales(outs.h_scales, ahead_scales, at.pad, at.n, blocks, padded)
+        prefetch_scales(outs.h_scales, ahead.scales, at, blocks, padded)
     for p in range(3):
-        prefetch_pre_activation(outs.h_ptr, ahead, p, at.pad, at.n, F)
+        prefetch_pre_activation(outs.h_ptr, ahead.blocks, p, at, F)
     weights = load_weights(outs.weight_R, at.row, real)
     mbarrier.wait(at.made, at.phase)
     # main loop over slabs of 8 rows, and over their columns
     for s in range(SLABS if real > 0 else 0):
-        w = weights[0][:, None]
+        weight = weights[0]
+        w = weight[:, None]
         weights = weights[1:] + weights[7:]  # of the next slab first
         dots = gl.zeros([SLAB, 64], gl.float32, PART_LAYOUT)
         for c in range(2):
             p = s * 2 + c
-            prefetch_pre_activation(outs.h_ptr, ahead, p + 3, at.pad, at.n, F)
+            prefetch_pre_activation(outs.h_ptr, ahead.blocks, p + 3, at, F)
             async_copy.wait_group(3)
             # gate and up of this block
             first = p % 4 * 2
-            g0, g1 = load_kept_pair(ahead, first, ahead_scales, c, s, FP8)
-            u0, u1 = load_kept_pair(ahead, first + 1, ahead_scales, 2 + c, s, FP8)
+            g0, g1 = load_kept_pair(ahead, first, c, s, FP8)
+            u0, u1 = load_kept_pair(ahead, first + 1, 2 + c, s, FP8)
             # the gradient of its activation
             chunk = at.half * 4 + c * 2
-            d0 = load_part(tile, chunk, s)
-            d1 = load_part(tile, chunk + 1, s)
-            dg0, du0, a0, dot0 = swiglu_gradient(d0, g0, u0, w)
-            dg1, du1, a1, dot1 = swiglu_gradient(d1, g1, u1, w)
-            dots += dot0 + dot1
+            d0, d1 = load_pair(tile, chunk, s)
+            left = swiglu_gradient(d0, g0, u0, w)
+            right = swiglu_gradient(d1, g1, u1, w)
+            dots += left.dot + right.dot
             row = at.pad + s * SLAB
             column = at.n * 256 + c * 128
-            here = BlockPlace(row, column, F)
-            store_gradients(outs, here, F, dg0, dg1, du0, du1, a0, a1)
+            here = BlockPlace(row, column, F, SLAB)
+            store_gradients(outs, here, F, left, right)
         # the gradient of the rows' weights
         r = s * SLAB + row_numbers()
-        line = at.n.to(gl.int64) * padded
+        n = at.n.to(gl.int64)
+        line = n * padded
         dots_at = outs.dots_nP + line + at.row + r
-        gl.store(dots_at, gl.sum(dots, 1), mask=r < real)
+        there = r < real
+        dot_r = gl.sum(dots, 1)
+        gl.store(dots_at, dot_r, mask=there)
     # padding: zeros, which the weight gradients read
     zero = gl.zeros([SLAB, 64], gl.float32, PART_LAYOUT)
+    nothing = SwigluGradient(zero, zero, zero, zero)
     for p in range(2 * SLABS if real <= 0 else 0):
-        row = at.pad + p // 2 * SLAB
+        slab = p // 2
+        row = at.pad + slab * SLAB
         column = at.n * 256 + p % 2 * 128
-        here = BlockPlace(row, column, F)
-        store_gradients(outs, here, F, zero, zero, zero, zero, zero, zero)
+        here = BlockPlace(row, column, F, SLAB)
+        store_gradients(outs, here, F, nothing, nothing)
     async_copy.wait_group(0)  # copies beyond the last block: the next half reuses their buffers

@@ -16,14 +16,16 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 @register_op
 def expert_bias(y_RN: Tensor, bias_EN: Tensor, ends_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
     """y_RN[r] + bias_EN[expert of r] (x weight_R[r]). The bias' gradient is a sum over sorted rows, without atomics."""
-    row_R = torch.arange(len(y_RN), dtype=ends_E.dtype, device=y_RN.device)
+    rows = len(y_RN)
+    row_R = torch.arange(rows, dtype=ends_E.dtype, device=y_RN.device)
     expert_R = torch.searchsorted(ends_E, row_R, right=True)
     # Undefined rows have the number E: a bias of zeros, whose gradient is dropped.
-    padded_bias = F.pad(bias_EN, (0, 0, 0, 1))
+    one_more = (0, 0, 0, 1)
+    padded_bias = F.pad(bias_EN, one_more)
     bias_RN = padded_bias[expert_R]
     if weight_R is not None:
-        weight_R1 = weight_R[:, None].to(bias_RN.dtype)
-        bias_RN = bias_RN * weight_R1
+        weight_R1 = weight_R[:, None]
+        bias_RN = bias_RN * weight_R1.to(bias_RN.dtype)
     return y_RN + bias_RN
 
 
@@ -42,13 +44,16 @@ def expert_bias_cases(draw: CaseInputs) -> Cases:
             defined = sum(counts)
             all_rows = defined + spare
             y = draw.normal(all_rows, 24)
-            bias = draw.normal(len(counts), 24, seed=1)
+            experts = len(counts)
+            bias = draw.normal(experts, 24, seed=1)
             counts_E = torch.tensor(counts, device=draw.device)
-            ends = counts_E.cumsum(0).int()
+            ends_E = counts_E.cumsum(0)
+            ends = ends_E.int()
             weight = draw.wide(all_rows, seed=2)
             name = f"rows {counts}"
             if spare:
                 name += f", {spare} undefined behind them"
             rows = (defined, all_rows)
-            yield KernelCase(name, (y, bias, ends), rows=rows)
-            yield KernelCase(f"{name}, gated", (y, bias, ends, weight), rows=rows)
+            inputs = (y, bias, ends)
+            yield KernelCase(name, inputs, rows=rows)
+            yield KernelCase(f"{name}, gated", (*inputs, weight), rows=rows)

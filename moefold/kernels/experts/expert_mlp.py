@@ -16,6 +16,7 @@ kernel is a fast path of that composition for plain SwiGLU experts; the catalog 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,16 +30,24 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
-from moefold.layout.rerun import uses_expert_outputs
+from moefold.layout.rerun import RERUN
 
 
 def plain_up_product(x_RD: Tensor, gate_up_E2FD: Tensor, ends_E: Tensor) -> Tensor:
-    h_RN = grouped_gemm(x_RD, gate_up_E2FD.flatten(1, 2), ends_E)
-    return h_RN.unflatten(-1, (2, -1))
+    gate_up_END = gate_up_E2FD.flatten(1, 2)
+    h_RN = grouped_gemm(x_RD, gate_up_END, ends_E)
+    gate_and_up = (2, -1)
+    return h_RN.unflatten(-1, gate_and_up)
 
 
 def plain_down_product(a_RF: Tensor, down_EDF: Tensor, ends_E: Tensor, inside_R: Tensor | None) -> Tensor:
     return grouped_gemm(a_RF, down_EDF, ends_E)
+
+
+Gather = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+UpProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+Activation = Callable[[Tensor, Tensor | None], Tensor]
+DownProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class ExpertParts(NamedTuple):
@@ -46,10 +55,10 @@ class ExpertParts(NamedTuple):
     router's weights where these act inside the activation. `recipe`, `down_recipe`: the precision recipes of the first
     and of the second product."""
 
-    gather: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = gather_rows
-    up: Callable[[Tensor, Tensor, Tensor], Tensor] = plain_up_product
-    activation: Callable[[Tensor, Tensor | None], Tensor] = swiglu
-    down: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = plain_down_product
+    gather: Gather = gather_rows
+    up: UpProduct = plain_up_product
+    activation: Activation = swiglu
+    down: DownProduct = plain_down_product
     weight_inside: bool = True
     recipe: Any = None
     down_recipe: Any = None
@@ -78,7 +87,8 @@ def expert_mlp(
     y_RD = parts.down(a_RF, down_EDF, ends_E, inside_R)
     if parts.weight_inside:
         return y_RD
-    return y_RD * weight_R[:, None].to(y_RD.dtype)
+    weight_R1 = weight_R[:, None]
+    return y_RD * weight_R1.to(y_RD.dtype)
 
 
 @expert_mlp.register_fast("gluon")
@@ -116,7 +126,8 @@ def expert_mlp_fp8(
     inputs = (source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E)
     if len(index_R) == 0:  # nothing to launch
         return expert_mlp.reference(*inputs, holes, parts)
-    return Fp8ExpertMlp.apply(parts.recipe, parts.down_recipe, *inputs)  # pyright: ignore[reportReturnType]
+    recipes = (parts.recipe, parts.down_recipe)
+    return Fp8ExpertMlp.apply(*recipes, *inputs)  # pyright: ignore[reportReturnType]
 
 
 class ExpertMlpFunction(torch.autograd.Function):
@@ -131,25 +142,31 @@ class ExpertMlpFunction(torch.autograd.Function):
     def forward(ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E, holes):
         from moefold.kernels.experts import grouped_gemm_launch as launch
 
-        plan = launch.RowTilePlan.of(ends_E, len(index_R))
+        rows = len(index_R)
+        plan = launch.RowTilePlan.of(ends_E, rows)
         x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
-        h_R2F, a_RF = launch.up_projection(x_PD, gate_up_E2FD, weight_R.float(), plan)
+        weight_fp32_R = weight_R.float()
+        h_R2F, a_RF = launch.up_projection(x_PD, gate_up_E2FD, weight_fp32_R, plan)
         del x_PD
         if holes:
-            launch.zero_rows_behind(h_R2F.flatten(1), ends_E)
+            h_RN = h_R2F.flatten(1)
+            launch.zero_rows_behind(h_RN, ends_E)
         ctx.holes = holes
         ctx.weights = (gate_up_E2FD, down_EDF)  # the Parameter objects: their gradient sink is an attribute
         ctx.used = False
-        ctx.save_for_backward(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan)
-        if not uses_expert_outputs():  # a rerun for the saved tensors alone
-            return source_ND.new_empty(len(index_R), source_ND.shape[1])
+        routing = (weight_R, index_R, slots_NK)
+        ctx.save_for_backward(source_ND, *ctx.weights, *routing, h_R2F, *plan)
+        if not RERUN.uses_expert_outputs:  # a rerun for the saved tensors alone
+            width = source_ND.shape[1]
+            return source_ND.new_empty(rows, width)
         return launch.down_projection(a_RF, down_EDF, plan)
 
     @staticmethod
     def backward(ctx: Any, dy_RD):
         from moefold.kernels.experts import grouped_gemm_launch as launch
 
-        source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan = ctx.saved_tensors
+        source_ND, gate_up_E2FD, down_EDF, *rest = ctx.saved_tensors
+        weight_R, index_R, slots_NK, h_R2F, *plan = rest
         refuse_second_backward(ctx)
         plan = launch.RowTilePlan(*plan)
         gate_up, down = ctx.weights
@@ -157,7 +174,8 @@ class ExpertMlpFunction(torch.autograd.Function):
         if ctx.holes:
             launch.zero_rows_behind(dy_RD, plan.ends_E)
         # Down: the data gradient, the activation once more, and the weight gradient of both.
-        a_PF, dweight_R = launch.down_projection_dgrad(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
+        weight_fp32_R = weight_R.float()
+        a_PF, dweight_R = launch.down_projection_dgrad(dy_RD, down_EDF, h_R2F, weight_fp32_R, plan)
         dh_R2F = h_R2F  # down_projection_dgrad has overwritten the pre-activation with its gradient
         down_wgrad = partial(expert_weight_gradient, dy_RD, a_PF, down, plan)
         ddown_EDF = gradient_or_defer(down, down_wgrad)
@@ -169,7 +187,8 @@ class ExpertMlpFunction(torch.autograd.Function):
         up_wgrad = partial(up_weight_gradient, dh_R2F, source_ND, index_R, gate_up, plan)
         dgate_up_E2FD = gradient_or_defer(gate_up, up_wgrad)
         dweight_R = dweight_R.to(weight_R.dtype)
-        return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R, None, None, None, None
+        gradients = (dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R)
+        return *gradients, None, None, None, None
 
 
 def up_weight_gradient(
@@ -179,7 +198,8 @@ def up_weight_gradient(
     from moefold.kernels.experts import grouped_gemm_launch as launch
 
     x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
-    return expert_weight_gradient(dh_R2F.flatten(1), x_PD, gate_up_E2FD, plan)
+    dh_RN = dh_R2F.flatten(1)
+    return expert_weight_gradient(dh_RN, x_PD, gate_up_E2FD, plan)
 
 
 def expert_weight_gradient(left_RM: Tensor, right_PN: Tensor, weight: Tensor, plan: Any) -> Tensor | None:
@@ -199,15 +219,22 @@ def refuse_second_backward(ctx: Any) -> None:
     ctx.used = True
 
 
-def shuffled_routing(counts: list[int], k: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Index, slots and ends for experts with so many rows, k rows for each source row; and that no slot is empty."""
+Routing = tuple[Tensor, Tensor, Tensor, bool]  # index_R, slots_NK, ends_E, holes
+
+
+def shuffled_routing(counts: list[int], k: int, device: str) -> Routing:
+    """For experts with so many rows, k rows for each source row; no slot is empty."""
     rows = sum(counts)
-    generator = torch.Generator().manual_seed(rows)
+    generator = torch.Generator()
+    generator.manual_seed(rows)
     order = torch.randperm(rows, generator=generator)
-    slots = order.argsort().view(-1, k)
-    ends = torch.tensor(counts).cumsum(0).int()
+    order = order.to(device)
     index = order // k
-    return index.to(device), slots.to(device), ends.to(device), False
+    row_of_choice = order.argsort()
+    slots = row_of_choice.view(-1, k)
+    counts_E = torch.tensor(counts, device=device)
+    ends = counts_E.cumsum(0).int()
+    return index, slots, ends, False
 
 
 LARGE_ROW_COUNTS = {
@@ -217,43 +244,64 @@ LARGE_ROW_COUNTS = {
 }
 
 
+EXPERT_WIDTHS = [  # D, F
+    (16, 24),
+    (128, 256),
+]
+
+
 @expert_mlp.register_cases
 def expert_mlp_cases(draw: CaseInputs) -> Cases:
     all_counts = EXPERT_ROW_COUNTS | LARGE_ROW_COUNTS
     for name, counts in all_counts.items():
         rows = sum(counts)
+        experts = len(counts)
         k = 1 if rows % 2 else 2
+        sources = rows // k
         routing = shuffled_routing(counts, k, draw.device)
-        for d, f in [(16, 24), (128, 256)]:
-            sources = rows // k
-            floats = random_experts(draw, sources, rows, len(counts), d, f)
-            inputs = (*floats, *routing)
+        for d, f in EXPERT_WIDTHS:
+            source = draw.normal(sources, d)
+            weights = random_experts(draw, experts, d, f)
+            weight = router_weights(draw, rows)
+            inputs = (source, *weights, weight, *routing)
             yield KernelCase(f"{name}, {d} by {f}", inputs, hidden=d, ffn=f)
-    # Rows of padding, and choices that have no row.
+    yield from cases_with_holes(draw)
+
+
+def cases_with_holes(draw: CaseInputs) -> Cases:
     index, slots, holes = shuffled_rows(32, 4, draw.device, drop=3)
     rows = len(index)
     third = rows // 3
-    ends = torch.tensor([third, third, rows], dtype=torch.int32, device=draw.device)
-    floats = random_experts(draw, 32, rows, 3, 128, 256)
-    inputs = (*floats, index, slots, ends, holes)
-    yield KernelCase("with holes", inputs, hidden=128, ffn=256)
+    ends = [third, third, rows]
+    ends_E = torch.tensor(ends, dtype=torch.int32, device=draw.device)
+    source = draw.normal(32, 128)
+    gate_up, down = random_experts(draw, 3, 128, 256)
+    weight = router_weights(draw, rows)
+    # Rows of padding, and choices that have no row.
+    floats = (source, gate_up, down)
+    rest = (slots, ends_E, holes)
+    inputs = (*floats, weight, index, *rest)
+    case = KernelCase("with holes", inputs, hidden=128, ffn=256)
+    yield case
     # The same with undefined rows behind the last end.
-    index = F.pad(index, (0, 70), value=-1)
-    source, gate_up, down, weight = floats
-    weight = F.pad(weight, (0, 70))
-    floats = (source, gate_up, down, weight)
-    inputs = (*floats, index, slots, ends, holes)
-    yield KernelCase("with holes, 70 rows undefined", inputs, hidden=128, ffn=256, rows=(rows, rows + 70))
+    padding = (0, 70)
+    index = F.pad(index, padding, value=-1)
+    weight = F.pad(weight, padding)
+    inputs = (*floats, weight, index, *rest)
+    undefined = (rows, rows + 70)
+    name = f"{case.name}, 70 rows undefined"
+    yield replace(case, name=name, inputs=inputs, rows=undefined)
 
 
-def random_experts(
-    draw: CaseInputs, sources: int, rows: int, experts: int, d: int, f: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Source rows, both weights, and the router's weight of each row."""
-    source = draw.normal(sources, d)
+def router_weights(draw: CaseInputs, rows: int) -> Tensor:
+    weight = draw.wide(rows, seed=3)
+    return weight.abs()
+
+
+def random_experts(draw: CaseInputs, experts: int, d: int, f: int) -> tuple[Tensor, Tensor]:
+    """Weights of gate and up, and of down."""
     up_scale = d**-0.5
     gate_up = draw.normal(experts, 2, f, d, seed=1, scale=up_scale)
     down_scale = f**-0.5
     down = draw.normal(experts, d, f, seed=2, scale=down_scale)
-    weight = draw.wide(rows, seed=3).abs()
-    return source, gate_up, down, weight
+    return gate_up, down

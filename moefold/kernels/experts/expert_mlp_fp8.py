@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,18 +20,19 @@ from torch import Tensor
 from moefold.config.precision_recipes import RecipeSpec, Sums
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.activation_formats import ActivationFormats
-from moefold.kernels.experts.fp8_swiglu import fp8_dswiglu_product, fp8_swiglu_product
+from moefold.kernels.experts.fp8_swiglu import Kept, fp8_dswiglu_product, fp8_swiglu_product, swiglu_gradients
+from moefold.kernels.experts.swiglu_tiles import GradientRules, QuantisedGradient, quantise_swiglu_gradient
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product, tile_weight_product
 from moefold.kernels.linear.product import Role, ends_of_rows
 from moefold.kernels.quantise.fp8 import Quantised, ScaleRule
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight
-from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
+from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, row_tiles
 from moefold.kernels.routing.expert_rows import sum_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_sum
-from moefold.layout.rerun import uses_expert_outputs
+from moefold.layout.rerun import RERUN
 
 
 class Fp8Experts(Protocol):
@@ -40,6 +41,7 @@ class Fp8Experts(Protocol):
 
     spec: RecipeSpec
     rule: ScaleRule
+    rules: dict[Role, ScaleRule]
     row_sums: Sums
     weight_sums: Sums
     kernels: BoundKernels
@@ -56,9 +58,55 @@ class Fp8Experts(Protocol):
         index_R: Tensor | None = None,
     ) -> QuantisedTiles: ...
 
-    def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
-        """For statistics alone: the values of an input that an epilogue quantised along rows."""
+    @property
+    def is_watched(self) -> bool:
+        """Whether this step records statistics; what follows is for them alone."""
         ...
+
+    def show_copies(self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles) -> None:
+        """Copies that a fused kernel made of x."""
+        ...
+
+    def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
+        """An input that an epilogue quantised along rows."""
+        ...
+
+
+class ExpertPass(NamedTuple):
+    """What the products of one pass share: the recipes of the first and of the second product, the tiles of the rows,
+    the number of rows without padding, and the model's own dtype."""
+
+    recipe: Fp8Experts
+    down_recipe: Fp8Experts
+    tiles: RowTiles
+    rows: int
+    dtype: torch.dtype
+
+    @property
+    def kernels(self) -> BoundKernels:
+        return self.recipe.kernels
+
+    @property
+    def by_blocks(self) -> bool:
+        return self.recipe.spec.rows == "block"
+
+    @property
+    def fp8_wgrad(self) -> bool:
+        return self.recipe.spec.columns != "none"
+
+    def multiply(self, a: Quantised, w: Quantised) -> Tensor:
+        """Rows times weights, without padding."""
+        product = self.kernels[fp8_product]
+        sums = self.recipe.row_sums
+        return product(a, w, self.tiles, self.rows, sums, self.dtype)
+
+
+class KeptForBackward(NamedTuple):
+    """What the gradient of the pre-activation follows from, beside dy."""
+
+    down: Tensor
+    h: Kept
+    weight_R: Tensor
 
 
 class Fp8ExpertMlp(torch.autograd.Function):
@@ -69,156 +117,216 @@ class Fp8ExpertMlp(torch.autograd.Function):
         ctx: Any, recipe: Fp8Experts, down_recipe: Fp8Experts,
         source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E,
     ):  # fmt: skip
-        kernels = recipe.kernels
-        tiles = kernels[row_tiles](ends_E, len(index_R))
-        x = gather_tokens(recipe, source_ND, tiles, index_R)
-        h, a = kernels[fp8_swiglu_product](
-            x,
-            up_weight(recipe, gate_up_E2FD).forward,
-            weight_R.float(),
-            tiles,
-            recipe.row_sums,
-            activation_formats(recipe, source_ND.dtype),
-        )
+        rows = len(index_R)
+        find_tiles = recipe.kernels[row_tiles]
+        tiles = find_tiles(ends_E, rows)
+        work = ExpertPass(recipe, down_recipe, tiles, rows, source_ND.dtype)
+        x = gather_tokens(work, source_ND, index_R)
+        h, a = up_product(work, x, gate_up_E2FD, weight_R)
         del x
-        if uses_expert_outputs():
-            y_RD = down_product(recipe, down_recipe, a, down_EDF, tiles, len(index_R), source_ND.dtype)
+        if RERUN.uses_expert_outputs:
+            y_RD = down_product(work, a, down_EDF)
         else:  # a rerun for the saved tensors alone
-            y_RD = source_ND.new_empty(len(index_R), source_ND.shape[1])
-        kept = (h, None) if isinstance(h, Tensor) else h
+            width = source_ND.shape[1]
+            y_RD = source_ND.new_empty(rows, width)
+        kept = h if isinstance(h, Quantised) else (h, None)
         ctx.recipes = (recipe, down_recipe)
         ctx.weights = (gate_up_E2FD, down_EDF)
-        ctx.save_for_backward(source_ND, weight_R, index_R, slots_NK, *kept, *tiles)
+        routing = (weight_R, index_R, slots_NK)
+        ctx.save_for_backward(source_ND, *routing, *kept, *tiles)
         return y_RD
 
     @staticmethod
     def backward(ctx: Any, dy_RD):
-        recipe: Fp8Experts
-        down_recipe: Fp8Experts
-        recipe, down_recipe = ctx.recipes
-        kernels = recipe.kernels
-        gate_up, down = ctx.weights
-        source_ND, weight_R, index_R, slots_NK, h, h_scales, *tiles = ctx.saved_tensors
-        tiles = RowTiles(*tiles)
+        source_ND, weight_R, index_R, slots_NK, *rest = ctx.saved_tensors
+        h, h_scales, *tiles = rest
+        del rest
         if h_scales is not None:
             h = Quantised(h, h_scales)
-        dtype = source_ND.dtype
-        fp8_wgrad = recipe.spec.columns != "none"
-        # Down: the data gradient with SwiGLU's, and the weight gradient.
+        tiles = RowTiles(*tiles)
+        rows = len(index_R)
+        recipe, down_recipe = ctx.recipes
+        work = ExpertPass(recipe, down_recipe, tiles, rows, source_ND.dtype)
+        gate_up, down = ctx.weights
+        # Down: the data gradient and SwiGLU's, and the weight gradient.
         dy_RD = dy_RD.contiguous()
+        fp8_wgrad = work.fp8_wgrad
         dy = down_recipe.quantise(dy_RD, tiles, "gradient", rows=True, columns=fp8_wgrad)
-        dh_PN, a_PF, dweight_R = kernels[fp8_dswiglu_product](
-            dy.wanted_rows,
-            down_recipe.weight(down).transposed,
-            h,
-            weight_R.float(),
-            tiles,
-            recipe.row_sums,
-            dtype,
-        )
-        del h
-        padded = padded_tiles(tiles)
+        find_gradient = gradient_by_blocks if work.by_blocks else gradient_by_wide_scales
+        weight_fp32_R = weight_R.float()
+        kept = KeptForBackward(down, h, weight_fp32_R)
+        gradient = find_gradient(work, kept, dy.wanted_rows)
+        dh_rows, dh, a, dweight_R = gradient
+        del h, kept, gradient
         if fp8_wgrad:
-            a = down_recipe.quantise(a_PF, padded, "input", columns=True).wanted_columns
-            compute_down = partial(fp8_weight_gradient, recipe, down, tiles, dy.wanted_columns, a)
+            left = dy.wanted_columns
         else:
-            down_recipe.show_rows(a_PF, padded)
-            compute_down = partial(plain_weight_gradient, recipe, down, tiles, in_tiles(recipe, dy_RD, tiles), a_PF)
+            left = in_tiles(work, dy_RD)
+        compute_down = partial(weight_gradient, work, down, left, a)
         ddown = gradient_or_defer(down, compute_down)
-        del dy, a_PF, compute_down
+        del dy, left, a, compute_down
         # Up: the data gradient summed over each source row's slots, and the weight gradient.
-        dh = recipe.quantise(dh_PN, padded, "gradient", rows=True, columns=fp8_wgrad)
         w = up_weight(recipe, gate_up).transposed
-        dx_RD = kernels[fp8_product](dh.wanted_rows, w, tiles, len(index_R), recipe.row_sums, dtype)
-        dsource_ND = kernels[sum_rows](dx_RD, index_R, slots_NK, True)
-        del dx_RD
-        left = dh.wanted_columns if fp8_wgrad else dh_PN
-        del dh, dh_PN
-        compute_up = partial(up_weight_gradient, recipe, gate_up, tiles, left, source_ND, index_R)
+        dx_RD = work.multiply(dh_rows, w)
+        sum_over_slots = work.kernels[sum_rows]
+        dsource_ND = sum_over_slots(dx_RD, index_R, slots_NK, True)
+        del dx_RD, dh_rows
+        compute_up = partial(up_weight_gradient, work, gate_up, dh, source_ND, index_R)
         dgate_up = gradient_or_defer(gate_up, compute_up)
-        return None, None, dsource_ND, dgate_up, ddown, dweight_R.to(weight_R.dtype), None, None, None
+        dweight_R = dweight_R.to(weight_R.dtype)
+        gradients = (dsource_ND, dgate_up, ddown, dweight_R)
+        return None, None, *gradients, None, None, None
 
 
-def down_product(
-    recipe: Fp8Experts,
-    down_recipe: Fp8Experts,
-    a: Quantised | Tensor,
-    down_EDF: Tensor,
-    tiles: RowTiles,
-    rows: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """y_RD from the activation, quantised by the product before it or here."""
-    if isinstance(a, Tensor):
-        a = down_recipe.quantise(a, padded_tiles(tiles), "input", rows=True).wanted_rows
-    w = down_recipe.weight(down_EDF).forward
-    return recipe.kernels[fp8_product](a, w, tiles, rows, recipe.row_sums, dtype)
-
-
-def gather_tokens(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor) -> Quantised:
+def gather_tokens(work: ExpertPass, source_ND: Tensor, index_R: Tensor) -> Quantised:
     """Tokens quantised along their rows, once each, and their bytes in the experts' order."""
-    token_tiles = recipe.kernels[row_tiles](ends_of_rows(source_ND, None), len(source_ND))
-    tokens = recipe.quantise(source_ND, token_tiles, "tokens", rows=True)
-    return recipe.kernels[gather_tiles](*tokens.wanted_rows, tiles, index_R)
+    ends = ends_of_rows(source_ND, None)
+    find_tiles = work.kernels[row_tiles]
+    token_tiles = find_tiles(ends, len(source_ND))
+    quantise = work.recipe.quantise
+    tokens = quantise(source_ND, token_tiles, "tokens", rows=True)
+    values, scales = tokens.wanted_rows
+    gather = work.kernels[gather_tiles]
+    return gather(values, scales, work.tiles, index_R)
+
+
+def up_product(work: ExpertPass, x: Quantised, gate_up_E2FD: Tensor, weight_R: Tensor) -> tuple[Kept, Kept]:
+    """The pre-activation, as backward keeps it, and the activation."""
+    recipe = work.recipe
+    w = up_weight(recipe, gate_up_E2FD).forward
+    fp8_kept = work.fp8_wgrad
+    formats = ActivationFormats(recipe.rule, work.by_blocks, fp8_kept, work.dtype)
+    multiply = work.kernels[fp8_swiglu_product]
+    weight_fp32_R = weight_R.float()
+    sums = recipe.row_sums
+    return multiply(x, w, weight_fp32_R, work.tiles, sums, formats)
 
 
 def up_weight(recipe: Fp8Experts, gate_up_E2FD: Tensor) -> QuantisedWeight:
-    return recipe.weight(gate_up_E2FD.flatten(1, 2))
+    gate_up_END = gate_up_E2FD.flatten(1, 2)
+    return recipe.weight(gate_up_END)
 
 
-def activation_formats(recipe: Fp8Experts, dtype: torch.dtype) -> ActivationFormats:
-    by_blocks = recipe.spec.rows == "block"
-    fp8_kept = recipe.spec.columns != "none"
-    return ActivationFormats(recipe.rule, by_blocks, fp8_kept, dtype)
+def down_product(work: ExpertPass, a: Kept, down_EDF: Tensor) -> Tensor:
+    """y_RD from the activation, quantised by the product before it or here."""
+    recipe = work.down_recipe
+    if isinstance(a, Tensor):
+        padded = padded_tiles(work.tiles)
+        a_copies = recipe.quantise(a, padded, "input", rows=True)
+        a = a_copies.wanted_rows
+    w = recipe.weight(down_EDF).forward
+    return work.multiply(a, w)
+
+
+def gradient_by_blocks(work: ExpertPass, kept: KeptForBackward, dy: Quantised) -> QuantisedGradient:
+    """The gradient of the pre-activation: the data gradient of down, then one pass that quantises in blocks."""
+    recipe = work.recipe
+    down_recipe = work.down_recipe
+    down, h, weight_R = kept
+    w = down_recipe.weight(down).transposed
+    da_RF = work.multiply(dy, w)
+    dh_rule = recipe.rules["gradient"]
+    a_rule = down_recipe.rule
+    rules = GradientRules(dh_rule, a_rule, work.fp8_wgrad)
+    quantise = work.kernels[quantise_swiglu_gradient]
+    gradient = quantise(da_RF, h, weight_R, work.tiles, rules)
+    if recipe.is_watched or down_recipe.is_watched:
+        show_gradient(work, kept, da_RF, gradient)
+    return gradient
+
+
+def show_gradient(work: ExpertPass, kept: KeptForBackward, da_RF: Tensor, gradient: QuantisedGradient) -> None:
+    """For statistics: the values that the pass quantised."""
+    tiles = work.tiles
+    _, h, weight_R = kept
+    da_PF = pad_to_tiles(da_RF, tiles)
+    exact = swiglu_gradients(da_PF, h, weight_R, tiles)
+    padded = padded_tiles(tiles)
+    rows, dh, a, _ = gradient
+    dh_columns = None if isinstance(dh, Tensor) else dh
+    dh_copies = QuantisedTiles(rows, dh_columns)
+    work.recipe.show_copies("gradient", exact.dh_PN, padded, dh_copies)
+    down_recipe = work.down_recipe
+    if isinstance(a, Tensor):
+        down_recipe.show_rows(a, padded)
+    else:
+        a_copies = QuantisedTiles(None, a)
+        down_recipe.show_copies("input", exact.a_PF, padded, a_copies)
+
+
+def gradient_by_wide_scales(work: ExpertPass, kept: KeptForBackward, dy: Quantised) -> QuantisedGradient:
+    """The same where a scale spans several tiles: SwiGLU's gradient in the product's epilogue, then quantised."""
+    recipe, down_recipe, tiles, _, dtype = work
+    down, h, weight_R = kept
+    w = down_recipe.weight(down).transposed
+    multiply = work.kernels[fp8_dswiglu_product]
+    sums = recipe.row_sums
+    gradients = multiply(dy, w, h, weight_R, tiles, sums, dtype)
+    dh_PN, a_PF, dweight_R = gradients
+    padded = padded_tiles(tiles)
+    a_copies = down_recipe.quantise(a_PF, padded, "input", columns=True)
+    a = a_copies.wanted_columns
+    dh_copies = recipe.quantise(dh_PN, padded, "gradient", rows=True, columns=True)
+    rows = dh_copies.wanted_rows
+    dh = dh_copies.wanted_columns
+    return QuantisedGradient(rows, dh, a, dweight_R)
 
 
 def padded_tiles(tiles: RowTiles) -> RowTiles:
     """The same tiles for a tensor whose rows are in their padded places already."""
     tiles_M4 = tiles.tiles_M4.clone()
-    tiles_M4[:, 1] = tiles.tiles_M4[:, 3]
+    padded_row_M = tiles_M4[:, 3]
+    tiles_M4[:, 1] = padded_row_M
     return tiles._replace(tiles_M4=tiles_M4)
 
 
 def up_weight_gradient(
-    recipe: Fp8Experts,
+    work: ExpertPass,
     gate_up: Tensor,
-    tiles: RowTiles,
-    dh: Quantised | Tensor,
+    dh: Kept,
     source_ND: Tensor,
     index_R: Tensor,
 ) -> Tensor | None:
     """Gathers the tokens when it is called: a deferred gradient holds the source rows only."""
     if isinstance(dh, Tensor):
-        x_PD = in_tiles(recipe, source_ND, tiles, index_R)
-        return plain_weight_gradient(recipe, gate_up, tiles, dh, x_PD)
-    copies = recipe.quantise(source_ND, tiles, "tokens", columns=True, index_R=index_R)
-    return fp8_weight_gradient(recipe, gate_up, tiles, dh, copies.wanted_columns)
+        x_PD = in_tiles(work, source_ND, index_R)
+        return weight_gradient(work, gate_up, dh, x_PD)
+    quantise = work.recipe.quantise
+    copies = quantise(source_ND, work.tiles, "tokens", columns=True, index_R=index_R)
+    x = copies.wanted_columns
+    return weight_gradient(work, gate_up, dh, x)
 
 
-def in_tiles(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
+def in_tiles(work: ExpertPass, source_ND: Tensor, index_R: Tensor | None = None) -> Tensor:
     """x_PD, unquantised."""
-    one_N1 = torch.ones(len(source_ND), 1, device=source_ND.device)
-    return recipe.kernels[gather_tiles](source_ND, one_N1, tiles, index_R).values
+    rows = len(source_ND)
+    one_N1 = torch.ones(rows, 1, device=source_ND.device)
+    gather = work.kernels[gather_tiles]
+    gathered = gather(source_ND, one_N1, work.tiles, index_R)
+    return gathered.values
 
 
-def fp8_weight_gradient(
-    recipe: Fp8Experts, weight: Tensor, tiles: RowTiles, left: Quantised, right: Quantised
-) -> Tensor | None:
-    multiply = recipe.kernels[fp8_weight_product]
-    return write_weight_gradient(weight, partial(multiply, left, right, tiles, recipe.weight_sums))
-
-
-def plain_weight_gradient(
-    recipe: Fp8Experts, weight: Tensor, tiles: RowTiles, left_PN: Tensor, right_PD: Tensor
-) -> Tensor | None:
-    multiply = recipe.kernels[tile_weight_product]
-    return write_weight_gradient(weight, partial(multiply, left_PN, right_PD, tiles))
+def weight_gradient(work: ExpertPass, weight: Tensor, left: Kept, right: Kept) -> Tensor | None:
+    """From copies along columns, or from rows as they are."""
+    tiles = work.tiles
+    if isinstance(left, Tensor):
+        assert isinstance(right, Tensor), "one operand of two is quantised"
+        product = work.kernels[tile_weight_product]
+        multiply = partial(product, left, right, tiles)
+    else:
+        assert isinstance(right, Quantised), "one operand of two is quantised"
+        product = work.kernels[fp8_weight_product]
+        sums = work.recipe.weight_sums
+        multiply = partial(product, left, right, tiles, sums)
+    return write_weight_gradient(weight, multiply)
 
 
 def write_weight_gradient(weight: Tensor, multiply: Callable[[Tensor, bool], None]) -> Tensor | None:
     """The gradient of a weight; or None if it was added, unrounded, to the sum in the weight's sink."""
     total = running_gradient_sum(weight)
     out = memory_for_gradient(weight) if total is None else total
-    matrices = out.view(len(out), -1, out.shape[-1])
+    experts = len(out)
+    width = out.shape[-1]
+    matrices = out.view(experts, -1, width)
     multiply(matrices, total is not None)
     return out if total is None else None

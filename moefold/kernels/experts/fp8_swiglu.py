@@ -49,12 +49,14 @@ def fp8_swiglu_product(
     """h and a. x: values (P, D). w: values (E, 2F, D), gates first."""
     product_PN = padded_product(x, w, tiles, sums)
     h_PN = product_PN.to(formats.dtype)
-    gate_PF, up_PF = h_PN.float().chunk(2, 1)
+    wide_PN = h_PN.float()
+    gate_PF, up_PF = wide_PN.chunk(2, 1)
     weight_P1 = padded_weights(weight_R, tiles)
     a_PF = F.silu(gate_PF) * up_PF * weight_P1
-    kept = quantise_blocks(h_PN, formats.rule) if formats.fp8_kept else h_PN
+    rule = formats.rule
+    kept = quantise_blocks(h_PN, rule) if formats.fp8_kept else h_PN
     if formats.fp8_activation:
-        return kept, quantise_blocks(a_PF, formats.rule)
+        return kept, quantise_blocks(a_PF, rule)
     return kept, a_PF.to(formats.dtype)
 
 
@@ -84,7 +86,16 @@ def fp8_dswiglu_product(
 ) -> SwigluGradients:
     """dy: values (P, D). w: values (E, F, D), the transposed weights of down."""
     product_PF = padded_product(dy, w, tiles, sums)
-    da_PF = product_PF.to(dtype).float()
+    da_PF = product_PF.to(dtype)
+    wide = swiglu_gradients(da_PF, h, weight_R, tiles)
+    dh_PN = wide.dh_PN.to(dtype)
+    a_PF = wide.a_PF.to(dtype)
+    return SwigluGradients(dh_PN, a_PF, wide.dweight_R)
+
+
+def swiglu_gradients(da_PF: Tensor, h: Kept, weight_R: Tensor, tiles: RowTiles) -> SwigluGradients:
+    """In fp32."""
+    da_PF = da_PF.float()
     h_PN = dequantise_blocks(h) if isinstance(h, Quantised) else h.float()
     gate_PF, up_PF = h_PN.chunk(2, 1)
     weight_P1 = padded_weights(weight_R, tiles)
@@ -96,13 +107,15 @@ def fp8_dswiglu_product(
     dweight_P1 = dots_PF.sum(1, keepdim=True)
     # gradients of gate and up
     da_PF = da_PF * weight_P1
-    dsilu_PF = sigmoid_PF + silu_PF * (1 - sigmoid_PF)
+    rest_PF = 1 - sigmoid_PF
+    dsilu_PF = sigmoid_PF + silu_PF * rest_PF
     dgate_PF = da_PF * up_PF * dsilu_PF
     dup_PF = da_PF * silu_PF
     dh_PN = torch.cat((dgate_PF, dup_PF), 1)
     a_PF = a_PF * weight_P1
     dweight_R1 = rows_of_tiles(dweight_P1, tiles, len(weight_R))
-    return SwigluGradients(dh_PN.to(dtype), a_PF.to(dtype), dweight_R1[:, 0])
+    dweight_R = dweight_R1[:, 0]
+    return SwigluGradients(dh_PN, a_PF, dweight_R)
 
 
 @fp8_dswiglu_product.register_fast("gluon")
@@ -124,7 +137,8 @@ def fp8_dswiglu_product_gluon(
 def padded_weights(weight_R: Tensor, tiles: RowTiles) -> Tensor:
     """(P, 1), zero in padding."""
     index_P = padded_index(tiles)
-    weight_and_padding = F.pad(weight_R.float(), (0, 1))  # the index -1 reads the last
+    weight_fp32_R = weight_R.float()
+    weight_and_padding = F.pad(weight_fp32_R, (0, 1))  # the index -1 reads the last
     weight_P = weight_and_padding[index_P.long()]
     return weight_P[:, None]
 
@@ -136,9 +150,10 @@ def quantise_blocks(x_PD: Tensor, rule: ScaleRule) -> Quantised:
 
 
 def dequantise_blocks(x: Quantised) -> Tensor:
-    width = x.values.shape[1]
+    values = x.values.float()
+    width = values.shape[1]
     scales = x.scales.repeat_interleave(BLOCK, 1)
-    return x.values.float() * scales[:, :width]
+    return values * scales[:, :width]
 
 
 # ---- cases
@@ -150,16 +165,25 @@ SWIGLU_CASES = {  # name: rows of each expert, width
 }
 
 
+def tiles_of_counts(counts: list[int], device: str) -> RowTiles:
+    """The tiles of experts with so many rows."""
+    counts_E = torch.tensor(counts, device=device)
+    ends_E = counts_E.cumsum(0)
+    return row_tiles(ends_E, sum(counts))
+
+
 def swiglu_case(draw: CaseInputs, counts: list[int], width: int, outputs: int):
-    counts_E = torch.tensor(counts, device=draw.device)
+    tiles = tiles_of_counts(counts, draw.device)
     rows = sum(counts)
-    tiles = row_tiles(counts_E.cumsum(0), rows)
+    experts = len(counts)
     rule = ScaleRule()
     x_RD = draw.normal(rows, width)
     scale = width**-0.5
-    w_END = draw.normal(len(counts), outputs, width, seed=1, scale=scale)
-    x = quantise_tiles(x_RD, tiles, rule, rows="block").rows
-    w = quantise_weight(w_END, "block", rule).forward
+    w_END = draw.normal(experts, outputs, width, seed=1, scale=scale)
+    x_copies = quantise_tiles(x_RD, tiles, rule, rows="block")
+    x = x_copies.rows
+    w_copies = quantise_weight(w_END, "block", rule)
+    w = w_copies.forward
     weight_R = draw.wide(rows, seed=2).abs()
     return x, w, weight_R, tiles, rule
 
@@ -179,7 +203,8 @@ def fp8_swiglu_cases(draw: CaseInputs) -> Cases:
 def fp8_dswiglu_cases(draw: CaseInputs) -> Cases:
     for name, (counts, width) in SWIGLU_CASES.items():
         dy, w, weight_R, tiles, rule = swiglu_case(draw, counts, width, 128)
-        h_PN = draw.normal(tiles.padded_rows, 256, seed=3)
+        padded = tiles.padded_rows
+        h_PN = draw.normal(padded, 256, seed=3)
         blocks = quantise_blocks(h_PN, rule)
         for h, about in ((h_PN, "its own precision"), (blocks, "FP8")):
             inputs = (dy, w, h, weight_R, tiles, "block", draw.dtype)

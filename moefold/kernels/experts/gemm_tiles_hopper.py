@@ -47,6 +47,17 @@ class Tile(NamedTuple):
     n: Any
 
 
+class HalfProduct(NamedTuple):
+    """How a consumer multiplies: columns of the tile, depth of the contraction in one instruction, stages in flight,
+    and how the operands' buffers lie."""
+
+    BN: Any
+    DEPTH: Any
+    STAGES: Any
+    A_BY_COLUMN: Any
+    B_BY_ROW: Any
+
+
 class Hand(NamedTuple):
     """The hand-over: memory of a tile of results, and for each half barriers: made (by the consumer) and gone (to
     memory, by the epilogue)."""
@@ -109,23 +120,32 @@ def locate_tile(t, grid, BY_EXPERT: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
-def multiply_half(
-    ring, i, steps, HALF: gl.constexpr, BN: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    A_BY_COLUMN: gl.constexpr, B_BY_ROW: gl.constexpr,
-):  # fmt: skip
-    """64 x BN sums, of steps i, i + 1, ... DEPTH: of the contraction in one instruction. The operands' buffers lie as
-    A_BY_COLUMN and B_BY_ROW say. A stage is freed one step later, when its product is done."""
-    layout: gl.constexpr = wgmma_layout(BN, DEPTH)
-    acc = gl.zeros([64, BN], gl.float32, layout)
+def arrive_at(bars, i):
+    bar = bars.index(i)
+    mbarrier.arrive(bar)
+
+
+@gluon.jit
+def left_buffer(ring, s, HALF: gl.constexpr):
+    """The left operand of a stage, as one consumer reads it."""
+    return ring.a_bufs.index(2 * s + HALF)
+
+
+@gluon.jit
+def multiply_half(ring, i, steps, HALF: gl.constexpr, product):
+    """64 x BN sums, of steps i, i + 1, ... A stage is freed one step later, when its product is done."""
+    STAGES: gl.constexpr = product.STAGES
+    layout: gl.constexpr = wgmma_layout(product.BN, product.DEPTH)
+    acc = gl.zeros([64, product.BN], gl.float32, layout)
     for k in range(steps):
         step = i + k
         s = wait_until_filled(ring.full, step, STAGES)
         # the operands of this step
-        a = ring.a_bufs.index(2 * s + HALF)
-        if A_BY_COLUMN:
+        a = left_buffer(ring, s, HALF)
+        if product.A_BY_COLUMN:
             a = a.permute((1, 0))
         b = ring.b_bufs.index(s)
-        if B_BY_ROW:
+        if product.B_BY_ROW:
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         # the product of the step before is done
@@ -156,6 +176,6 @@ def skip_half(ring, hand, i, steps, turn, HALF: gl.constexpr, STAGES: gl.constex
     """No real rows in this half: only free the stages, and hand over nothing."""
     for k in range(steps):
         s = wait_until_filled(ring.full, i + k, STAGES)
-        mbarrier.arrive(ring.empty.index(s))
+        arrive_at(ring.empty, s)
     wait_until_gone(hand, turn, HALF)
-    mbarrier.arrive(hand.made.index(HALF))
+    arrive_at(hand.made, HALF)

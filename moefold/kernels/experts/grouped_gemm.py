@@ -7,45 +7,93 @@ gradient depends on them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefold.kernels.linear.matmul import matmul, plain_product, tiled_product
+from moefold.kernels.linear.product import widened
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
+
+MultiplyRows = Callable[[Tensor, Tensor], Tensor]
+LONGEST_SUM = 4096  # products that a CPU adds up in one sum
+PART_OF_SUM = 1024
 
 
 @register_op
 def grouped_gemm(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
     """y_RN[r] = w_END[expert of r] @ x_RD[r]; zeros for undefined rows."""
+    return multiply_by_expert(x_RD, w_END, ends_E, plain_product)
+
+
+@grouped_gemm.register_fast("invariant")
+def grouped_gemm_invariant(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
+    return multiply_by_expert(x_RD, w_END, ends_E, tiled_product)
+
+
+def multiply_by_expert(x_RD: Tensor, w_END: Tensor, ends_E: Tensor, multiply: MultiplyRows) -> Tensor:
     counts = rows_per_expert(ends_E)
     by_expert = split_by_expert(x_RD, counts)
     products: list[Tensor] = []
-    for x, w in zip(by_expert, w_END, strict=True):
-        products.append(x @ w.mT)
+    pairs = zip(by_expert, w_END, strict=True)
+    for x, w in pairs:
+        product = multiply(x, w)
+        products.append(product)
     spare = len(x_RD) - sum(counts)
     if spare:
-        zeros = x_RD.new_zeros(spare, w_END.shape[1])
+        outputs = w_END.shape[1]
+        zeros = x_RD.new_zeros(spare, outputs)
         products.append(zeros)
     return torch.cat(products)
 
 
 def rows_per_expert(ends_E: Tensor) -> list[int]:
     zero = ends_E.new_zeros(1)
-    return ends_E.diff(prepend=zero).tolist()
+    counts_E = ends_E.diff(prepend=zero)
+    return counts_E.tolist()
 
 
 def split_by_expert(x_RD: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
     """The defined rows of each expert."""
-    defined = x_RD[: sum(counts)]
+    end = sum(counts)
+    defined = x_RD[:end]
     return defined.split(counts)
 
 
 @grouped_gemm.register_fast("torch_grouped_mm")
 def grouped_gemm_torch(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
-    y_RN = F.grouped_mm(x_RD, w_END.mT, offs=ends_E)
+    if is_long_cpu_sum(x_RD):
+        y_RN = multiply_in_parts(x_RD, w_END, ends_E)
+    else:
+        y_RN = multiply_groups(x_RD, w_END.mT, ends_E)
     return ContiguousGradient.apply(y_RN)  # pyright: ignore[reportReturnType]
+
+
+def is_long_cpu_sum(x_RD: Tensor) -> bool:
+    if x_RD.device.type != "cpu" or x_RD.dtype != torch.float32:
+        return False
+    return x_RD.shape[1] > LONGEST_SUM
+
+
+def multiply_in_parts(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
+    """The sum of the products of parts of D: on a CPU the error of one fp32 sum grows with its length."""
+    x_parts = x_RD.split(PART_OF_SUM, 1)
+    w_parts = w_END.split(PART_OF_SUM, 2)
+    pairs = zip(x_parts, w_parts, strict=True)
+    total: Tensor | None = None
+    for x, w in pairs:
+        product = multiply_groups(x, w.mT, ends_E)
+        total = product if total is None else total + product
+    assert total is not None, "no part of a sum"
+    return total
+
+
+def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    product = F.grouped_mm(widened(a), widened(b), offs=ends_E)
+    return product.to(a.dtype)
 
 
 @register_op
@@ -55,14 +103,16 @@ def grouped_gemm_weight(dy_RN: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     dy_by_expert = split_by_expert(dy_RN, counts)
     x_by_expert = split_by_expert(x_RD, counts)
     products: list[Tensor] = []
-    for dy, x in zip(dy_by_expert, x_by_expert, strict=True):
-        products.append(dy.mT @ x)
+    pairs = zip(dy_by_expert, x_by_expert, strict=True)
+    for dy, x in pairs:
+        product = matmul(dy.mT, x)
+        products.append(product)
     return torch.stack(products)
 
 
 @grouped_gemm_weight.register_fast("torch_grouped_mm")
 def grouped_gemm_weight_torch(dy_RN: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
-    return F.grouped_mm(dy_RN.mT, x_RD, offs=ends_E)
+    return multiply_groups(dy_RN.mT, x_RD, ends_E)
 
 
 class ContiguousGradient(torch.autograd.Function):
@@ -100,13 +150,15 @@ def grouped_gemm_cases(draw: CaseInputs) -> Cases:
             defined = sum(counts)
             all_rows = defined + spare
             x = draw.normal(all_rows, d)
-            w = draw.normal(len(counts), n, d, seed=1)
+            experts = len(counts)
+            w = draw.normal(experts, n, d, seed=1)
             counts_E = torch.tensor(counts, device=draw.device)
-            ends = counts_E.cumsum(0)
+            ends_E = counts_E.cumsum(0)
+            ends = ends_E.int()
             about = f"{name}, {d} to {n}"
             if spare:
                 about += f", {spare} rows undefined behind them"
-            inputs = (x, w, ends.int())
+            inputs = (x, w, ends)
             rows = (defined, all_rows)
             yield KernelCase(about, inputs, hidden=d, ffn=n, rows=rows)
 
@@ -115,6 +167,8 @@ def grouped_gemm_cases(draw: CaseInputs) -> Cases:
 def grouped_gemm_weight_cases(draw: CaseInputs) -> Cases:
     for case in grouped_gemm.cases(*draw):
         x, w, ends = case.inputs
+        rows = len(x)
         outputs = w.shape[1]
-        dy = draw.normal(len(x), outputs, seed=2)
-        yield replace(case, inputs=(dy, x, ends))
+        dy = draw.normal(rows, outputs, seed=2)
+        inputs = (dy, x, ends)
+        yield replace(case, inputs=inputs)

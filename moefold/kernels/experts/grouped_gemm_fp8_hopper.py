@@ -42,11 +42,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moefold.kernels.experts.epilogues_fp8_hopper import Fp8Outputs, epilogue_dswiglu_fp8, epilogue_swiglu_fp8
-from moefold.kernels.experts.epilogues_hopper import accumulate_block, column_quarters, epilogue_plain, output_chunk
+from moefold.kernels.experts.epilogues_fp8_hopper import (
+    Fp8Outputs,
+    PreActivationAhead,
+    epilogue_dswiglu_fp8,
+    epilogue_swiglu_fp8,
+)
+from moefold.kernels.experts.epilogues_hopper import (
+    accumulate_block,
+    block_columns,
+    block_rows,
+    column_quarters,
+    epilogue_plain,
+    load_or_zero,
+    output_chunk,
+)
 from moefold.kernels.experts.gemm_tiles_hopper import (
+    HalfProduct,
     HalfTile,
+    arrive_at,
     grid_of_tiles,
+    left_buffer,
     locate_tile,
     make_hand,
     multiply_half,
@@ -111,16 +127,21 @@ class ExpertScales(NamedTuple):
 
 @gluon.jit
 def locate_fp8_tile(t, grid, gemm):
-    return locate_tile(t, grid, gemm.KIND == "experts", BK)
+    BY_EXPERT: gl.constexpr = gemm.KIND == "experts"
+    return locate_tile(t, grid, BY_EXPERT, BK)
 
 
 @gluon.jit
 def fetch_fp8_operands(descs, ring, grid, N, gemm):
     """The producer: keeps STAGES steps of operands, and of block scales, in flight."""
     a_desc, b_desc, sa_desc, sb_desc = descs
-    operand_bytes: gl.constexpr = (128 + BN) * BK
-    column_scales: gl.constexpr = BN if gemm.KIND == "experts" else 0
-    scale_bytes: gl.constexpr = 4 * (128 + column_scales) if gemm.SCALES == "block" else 0
+    BY_EXPERT: gl.constexpr = gemm.KIND == "experts"
+    BY_BLOCK: gl.constexpr = gemm.SCALES == "block"
+    column_scales: gl.constexpr = BN if BY_EXPERT else 0
+    row_and_column_scales: gl.constexpr = 128 + column_scales
+    scale_bytes: gl.constexpr = 4 * row_and_column_scales if BY_BLOCK else 0
+    rows_and_columns: gl.constexpr = 128 + BN
+    stage_bytes: gl.constexpr = rows_and_columns * BK + scale_bytes
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     i = 0
@@ -133,8 +154,8 @@ def fetch_fp8_operands(descs, ring, grid, N, gemm):
         for k in range(tile.steps):
             s = wait_until_free(ring.empty, i, gemm.STAGES)
             bar = ring.full.index(s)
-            mbarrier.expect(bar, operand_bytes + scale_bytes)
-            if gemm.KIND == "experts":
+            mbarrier.expect(bar, stage_bytes)
+            if BY_EXPERT:
                 place = tile.start + k
                 fetch_columns(a_desc, b_desc, ring, bar, s, place, row, column)
             else:
@@ -142,22 +163,28 @@ def fetch_fp8_operands(descs, ring, grid, N, gemm):
                 at_k = k * BK
                 fetch_rows(a_desc, ring, bar, s, row, at_k)
                 fetch_weights(b_desc, ring, bar, s, tile, at_k, N, gemm)
-            # scales of blocks
-            if gemm.SCALES == "block":
-                sa = ring.sa_bufs.index(s)
-                tma.async_copy_global_to_shared(sa_desc, [place, row], bar, sa)
-            if gemm.SCALES == "block" and gemm.KIND == "experts":
-                sb = ring.sb_bufs.index(s)
-                tma.async_copy_global_to_shared(sb_desc, [place, column], bar, sb)
+            if BY_BLOCK:
+                fetch_scales(sa_desc, ring.sa_bufs, bar, s, place, row)
+            if BY_BLOCK and BY_EXPERT:
+                fetch_scales(sb_desc, ring.sb_bufs, bar, s, place, column)
             i += 1
+
+
+@gluon.jit
+def fetch_scales(desc, bufs, bar, s, place, first):
+    """Scales of blocks: those of the step `place`, of rows or columns from `first` on."""
+    scales = bufs.index(s)
+    tma.async_copy_global_to_shared(desc, [place, first], bar, scales)
 
 
 @gluon.jit
 def fetch_rows(a_desc, ring, bar, s, row, at_k):
     """The left operand: two buffers, one for each consumer."""
     for w in gl.static_range(2):
-        a = ring.a_bufs.index(2 * s + w)
-        tma.async_copy_global_to_shared(a_desc, [row + 64 * w, at_k], bar, a)
+        a = left_buffer(ring, s, w)
+        half = row + 64 * w
+        a_at = [half, at_k]
+        tma.async_copy_global_to_shared(a_desc, a_at, bar, a)
 
 
 @gluon.jit
@@ -165,10 +192,14 @@ def fetch_weights(b_desc, ring, bar, s, tile, at_k, N, gemm):
     """The right operand of rows."""
     b = ring.b_bufs.index(s)
     if gemm.END == "swiglu":  # half of the tile's columns are gate, half up
-        b_at = [tile.expert * 2, tile.n * HALF_BN, at_k]
+        plane = tile.expert * 2
+        row = tile.n * HALF_BN
+        b_at = [plane, row, at_k]
         b = b.reshape([2, HALF_BN, BK])
     else:
-        b_at = [tile.expert * N + tile.n * BN, at_k]
+        first_row = tile.expert * N
+        row = first_row + tile.n * BN
+        b_at = [row, at_k]
     tma.async_copy_global_to_shared(b_desc, b_at, bar, b)
 
 
@@ -176,12 +207,15 @@ def fetch_weights(b_desc, ring, bar, s, tile, at_k, N, gemm):
 def fetch_columns(a_desc, b_desc, ring, bar, s, place, row, column):
     """Both operands of weight gradients, for row and column of the result; `place`: the tile of rows to sum over."""
     for w in gl.static_range(2):
-        a = ring.a_bufs.index(2 * s + w)
+        a = left_buffer(ring, s, w)
         a_plane = a.reshape([1, 64, BK])
-        tma.async_copy_global_to_shared(a_desc, [place, row + 64 * w, 0], bar, a_plane)
+        half = row + 64 * w
+        a_at = [place, half, 0]
+        tma.async_copy_global_to_shared(a_desc, a_at, bar, a_plane)
     b = ring.b_bufs.index(s)
     b_plane = b.reshape([1, BN, BK])
-    tma.async_copy_global_to_shared(b_desc, [place, column, 0], bar, b_plane)
+    b_at = [place, column, 0]
+    tma.async_copy_global_to_shared(b_desc, b_at, bar, b_plane)
 
 
 @gluon.jit
@@ -190,7 +224,8 @@ def promote(acc, part, sa, sb, gemm):
     if gemm.SCALES == "wide":
         acc += part
     elif gemm.KIND == "experts":
-        factor = sa[:, None] * sb[None, :]
+        row_factor = sa[:, None]
+        factor = row_factor * sb[None, :]
         acc += part * factor
     else:
         factor = sa * sb
@@ -208,9 +243,11 @@ def compute_now(x):
 @gluon.jit
 def load_column_scales(sb_bufs, s, first: gl.constexpr, layout: gl.constexpr):
     """Those of 64 columns, from shared memory."""
-    columns = sb_bufs.index(s).reshape([BN])
-    part = columns.slice(first, 64)
-    return part.load(gl.SliceLayout(0, layout))
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    line = sb_bufs.index(s)
+    scales = line.reshape([BN])
+    part = scales.slice(first, 64)
+    return part.load(columns)
 
 
 @gluon.jit
@@ -219,7 +256,9 @@ def promote_half(halves, part, sa, sb, sb_bufs, s, first: gl.constexpr, gemm):
     acc0, acc1 = halves
     part0, part1 = split_columns(part, 64, HALF_BN)
     layout: gl.constexpr = acc0.type.layout
-    BY_COLUMN: gl.constexpr = gemm.SCALES == "block" and gemm.KIND == "experts"
+    BY_BLOCK: gl.constexpr = gemm.SCALES == "block"
+    BY_COLUMN: gl.constexpr = BY_BLOCK and gemm.KIND == "experts"
+    second: gl.constexpr = first + 64
     s0 = sb
     s1 = sb
     # the first 64 columns
@@ -229,9 +268,10 @@ def promote_half(halves, part, sa, sb, sb_bufs, s, first: gl.constexpr, gemm):
     sums0 = compute_now(sums0)
     # the others
     if BY_COLUMN:
-        s1 = load_column_scales(sb_bufs, s, first + 64, layout)
+        s1 = load_column_scales(sb_bufs, s, second, layout)
     sums1 = promote(acc1, part1, sa, s1, gemm)
-    return sums0, compute_now(sums1)
+    sums1 = compute_now(sums1)
+    return sums0, sums1
 
 
 @gluon.jit
@@ -245,28 +285,33 @@ def multiply_step(a, b, part, FIRST: gl.constexpr):
 @gluon.jit
 def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gemm):
     """64 x 256 sums; each step of 128 of K is promoted to fp32, 128 columns at a time. Returns 64 columns at a time."""
+    BY_BLOCK: gl.constexpr = gemm.SCALES == "block"
+    above: gl.constexpr = 64 * HALF
     layout: gl.constexpr = wgmma_layout(HALF_BN, 32)
     part = gl.zeros([64, HALF_BN], gl.float32, layout)
     left = split_columns(part, 64, HALF_BN)
     right = left
-    half_layout: gl.constexpr = left[0].type.layout
+    quarter = left[0]
+    half_layout: gl.constexpr = quarter.type.layout
     row_layout: gl.constexpr = gl.SliceLayout(1, half_layout)
     # main loop over the contraction
     for k in range(steps):
         sa = 0.0
         s0 = 0.0
         s1 = 0.0
-        if gemm.SCALES == "block" and gemm.KIND == "rows":  # in flight while the operands arrive
+        if BY_BLOCK and gemm.KIND == "rows":  # in flight while the operands arrive
             s0 = gl.load(sb_left + k)
             s1 = gl.load(sb_right + k)
-        s = wait_until_filled(ring.full, i + k, gemm.STAGES)
-        a = ring.a_bufs.index(2 * s + HALF)
+        step = i + k
+        s = wait_until_filled(ring.full, step, gemm.STAGES)
+        a = left_buffer(ring, s, HALF)
         b = ring.b_bufs.index(s)
         # the left half of the columns
         part = multiply_step(a, b, part, 0)
-        if gemm.SCALES == "block":
-            row_scales = ring.sa_bufs.index(s).reshape([128])
-            my_scales = row_scales.slice(64 * HALF, 64)
+        if BY_BLOCK:
+            line = ring.sa_bufs.index(s)
+            row_scales = line.reshape([128])
+            my_scales = row_scales.slice(above, 64)
             sa = my_scales.load(row_layout)
         part = warpgroup_mma_wait(0, deps=(part,))
         left = promote_half(left, part, sa, s0, ring.sb_bufs, s, 0, gemm)
@@ -274,7 +319,7 @@ def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gem
         part = multiply_step(a, b, part, HALF_BN)
         part = warpgroup_mma_wait(0, deps=(part,))
         right = promote_half(right, part, sa, s1, ring.sb_bufs, s, HALF_BN, gemm)
-        mbarrier.arrive(ring.empty.index(s))
+        arrive_at(ring.empty, s)
     return left + right
 
 
@@ -282,18 +327,19 @@ def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gem
 def scaled_chunk(chunk, wide, row, column, M, N, gemm):
     """64 x 64 sums times the wide scales of their rows and columns."""
     if gemm.SCALES == "wide":
-        rows: gl.constexpr = gl.SliceLayout(1, chunk.type.layout)
-        r = row + gl.arange(0, 64, layout=rows)
+        layout: gl.constexpr = chunk.type.layout
+        r = row + block_rows(64, layout)
         sa_at = wide.a + r * wide.a_row
-        sa = gl.load(sa_at, mask=r < M, other=0.0)
+        sa = load_or_zero(sa_at, r < M)
         if gemm.WIDE_B == "column":
-            columns: gl.constexpr = gl.SliceLayout(0, chunk.type.layout)
-            c = column + gl.arange(0, 64, layout=columns)
-            sb = gl.load(wide.b + c, mask=c < N, other=0.0)
+            c = column + block_columns(64, layout)
+            inside = c < N
+            sb = load_or_zero(wide.b + c, inside)
             chunk = chunk * sa[:, None]
             chunk = chunk * sb[None, :]
         else:
-            factor = sa * gl.load(wide.b)
+            sb = gl.load(wide.b)
+            factor = sa * sb
             chunk = chunk * factor[:, None]
     return chunk
 
@@ -303,7 +349,9 @@ def chunk_column(n, c: gl.constexpr, N, END: gl.constexpr):
     """The column of out where a tile's c-th 64 columns begin. SwiGLU's tile has 128 of the gate and 128 of up."""
     if END == "swiglu":
         inside: gl.constexpr = c % 2 * 64
-        return n * HALF_BN + inside + c // 2 * (N // 2)
+        IS_UP: gl.constexpr = c // 2
+        column = n * HALF_BN + inside
+        return column + IS_UP * (N // 2)
     return n * BN + c * 64
 
 
@@ -311,7 +359,8 @@ def chunk_column(n, c: gl.constexpr, N, END: gl.constexpr):
 def hand_over(quarters, wide, hand, out_ptr, tile, M, N, turn, HALF: gl.constexpr, gemm):
     """The consumer's 64 rows, scaled: added to memory, or rounded to bf16 and handed over in shared memory."""
     c0, c1, c2, c3 = quarters
-    row = tile.m * 128 + 64 * HALF
+    above: gl.constexpr = 64 * HALF
+    row = tile.m * 128 + above
     if gemm.END != "add":
         wait_until_gone(hand, turn, HALF)
     # 64 columns at a time
@@ -319,17 +368,19 @@ def hand_over(quarters, wide, hand, out_ptr, tile, M, N, turn, HALF: gl.constexp
         column = chunk_column(tile.n, c, N, gemm.END)
         chunk = scaled_chunk(c0, wide, row, column, M, N, gemm)
         if gemm.END == "add":
-            plane = tile.expert.to(gl.int64)
-            first = out_ptr + plane * M * N
-            accumulate_block(first, row, column, N, M - row, chunk)
+            expert = tile.expert.to(gl.int64)
+            first = out_ptr + expert * M * N
+            real = M - row
+            accumulate_block(first, row, column, N, real, chunk)
         else:
-            place = output_chunk(hand.tile, HALF * 4 + c)
+            plane = output_chunk(hand.tile, HALF * 4 + c)
             rounded = chunk.to(gl.bfloat16)
-            place.reshape([64, 64]).store(rounded)
+            place = plane.reshape([64, 64])
+            place.store(rounded)
         c0, c1, c2 = c1, c2, c3
     if gemm.END != "add":
         fence_async_shared()
-        mbarrier.arrive(hand.made.index(HALF))
+        arrive_at(hand.made, HALF)
 
 
 @gluon.jit
@@ -337,17 +388,21 @@ def column_block_scales(scales, tile, N, gemm):
     """Where the block scales of a tile's left and right 128 columns lie."""
     left = scales.b
     right = scales.b
-    if gemm.SCALES == "block" and gemm.KIND == "rows":
+    BY_BLOCK: gl.constexpr = gemm.SCALES == "block"
+    if BY_BLOCK and gemm.KIND == "rows":
         block = tile.n * 2
         other = block + 1
         if gemm.END == "swiglu":  # gate and up
             block = tile.n
-            other = tile.n + gl.cdiv(N // 2, HALF_BN)
+            inner = N // 2
+            gate_blocks = gl.cdiv(inner, HALF_BN)
+            other = tile.n + gate_blocks
         expert = tile.expert.to(gl.int64)
         start = scales.b + expert * scales.b_expert
         last = scales.b_expert - scales.b_row
         left = start + block * scales.b_row
-        right = start + gl.minimum(other * scales.b_row, last)
+        other_at = other * scales.b_row
+        right = start + gl.minimum(other_at, last)
     return left, right
 
 
@@ -356,7 +411,8 @@ def wide_scales(scales, tile, KIND: gl.constexpr):
     """Wide scales of the tile's expert: those of the expert or, for weight gradients, those of its first tile."""
     owner = tile.expert
     if KIND == "experts":
-        owner = gl.where(tile.steps > 0, tile.start, 0)
+        has_rows = tile.steps > 0
+        owner = gl.where(has_rows, tile.start, 0)
     number = owner.to(gl.int64)
     a = scales.a + number * scales.a_expert
     b = scales.b + number * scales.b_expert
@@ -366,6 +422,10 @@ def wide_scales(scales, tile, KIND: gl.constexpr):
 @gluon.jit
 def multiply_fp8_tiles(ring, hand, grid, scales, out_ptr, M, N, padded, HALF: gl.constexpr, gemm):
     """A consumer: 64 of a tile's 128 rows. They are handed to the epilogue once it has taken the previous tile's."""
+    BY_EXPERT: gl.constexpr = gemm.KIND == "experts"
+    BY_BLOCK: gl.constexpr = gemm.SCALES == "block"
+    product: gl.constexpr = HalfProduct(BN, 32, gemm.STAGES, False, True)
+    above: gl.constexpr = 64 * HALF
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     i = 0
@@ -374,26 +434,28 @@ def multiply_fp8_tiles(ring, hand, grid, scales, out_ptr, M, N, padded, HALF: gl
     for t in range(program, grid.total, programs):
         tile = following
         turn = t // programs
+        steps = tile.steps
         # lookup of the next tile, in flight while this one is multiplied
         following = locate_fp8_tile(t + programs, grid, gemm)
-        if gemm.KIND == "experts" or tile.real > 64 * HALF:
-            if gemm.SCALES == "block" or gemm.PROMOTE:
+        if BY_EXPERT or tile.real > above:
+            if BY_BLOCK or gemm.PROMOTE:
                 sb_left, sb_right = column_block_scales(scales, tile, N, gemm)
-                quarters = multiply_promoted(ring, sb_left, sb_right, i, tile.steps, HALF, gemm)
+                quarters = multiply_promoted(ring, sb_left, sb_right, i, steps, HALF, gemm)
             else:
-                acc = multiply_half(ring, i, tile.steps, HALF, BN, 32, gemm.STAGES, False, True)
+                acc = multiply_half(ring, i, steps, HALF, product)
                 quarters = column_quarters(acc, BN)
             wide = wide_scales(scales, tile, gemm.KIND)
-            limit = M if gemm.KIND == "experts" else padded
-            limit = gl.where(tile.steps > 0, limit, 0)  # no rows: sums of zero, whatever the scales
+            limit = M if BY_EXPERT else padded
+            has_rows = steps > 0
+            limit = gl.where(has_rows, limit, 0)  # no rows: sums of zero, whatever the scales
             hand_over(quarters, wide, hand, out_ptr, tile, limit, N, turn, HALF, gemm)
         else:
-            skip_half(ring, hand, i, tile.steps, turn, HALF, gemm.STAGES)
-        i += tile.steps
+            skip_half(ring, hand, i, steps, turn, HALF, gemm.STAGES)
+        i += steps
 
 
 @gluon.jit
-def run_fp8_epilogues(outs, hand, ahead, ahead_scales, grid, N, padded, gemm, POWER_OF_TWO: gl.constexpr):
+def run_fp8_epilogues(outs, hand, ahead, grid, N, padded, gemm, POWER_OF_TWO: gl.constexpr):
     """The epilogue of a tile's two halves, while the consumers multiply the next tile."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -418,11 +480,12 @@ def run_fp8_epilogues(outs, hand, ahead, ahead_scales, grid, N, padded, gemm, PO
             if gemm.END == "plain":
                 epilogue_plain(outs, hand.tile, here, N, BN)
             elif gemm.END == "swiglu":
-                epilogue_swiglu_fp8(outs, hand.tile, here, N // 2, padded, POWER_OF_TWO)
+                inner = N // 2
+                epilogue_swiglu_fp8(outs, hand.tile, here, inner, padded, POWER_OF_TWO)
             elif gemm.END == "dswiglu":
-                epilogue_dswiglu_fp8(outs, hand.tile, ahead, ahead_scales, here, N, padded)
+                epilogue_dswiglu_fp8(outs, hand.tile, ahead, here, N, padded)
             tma.store_wait(0)
-            mbarrier.arrive(hand.gone.index(half))
+            arrive_at(hand.gone, half)
             row += 64
             real -= 64
 
@@ -442,16 +505,24 @@ def expert_gemm_fp8(
     a_bufs = swizzled_buffers(a_desc.dtype, 2 * STAGES, 64, BK)
     b_bufs = swizzled_buffers(b_desc.dtype, STAGES, BN, BK)
     scale_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], scale_layout)
-    sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], scale_layout)
+    row_scale_shape: gl.constexpr = [STAGES, 1, 128]
+    sa_bufs = gl.allocate_shared_memory(gl.float32, row_scale_shape, scale_layout)
+    column_scale_shape: gl.constexpr = [STAGES, 1, BN]
+    sb_bufs = gl.allocate_shared_memory(gl.float32, column_scale_shape, scale_layout)
     # for a tile of results, and for a pre-activation fetched ahead
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    results = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], tile_layout)
+    chunk: gl.constexpr = [64, 64]
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(chunk, gl.bfloat16)
+    tile_shape: gl.constexpr = [2, 64, BN]
+    results = gl.allocate_shared_memory(gl.bfloat16, tile_shape, tile_layout)
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ahead_blocks: gl.constexpr = 8 if END == "dswiglu" else 1
-    ahead_dtype: gl.constexpr = h_ptr.dtype.element_ty if END == "dswiglu" else gl.int8
-    ahead = gl.allocate_shared_memory(ahead_dtype, [ahead_blocks, 8, 128], row_major)
-    ahead_scales = gl.allocate_shared_memory(gl.float32, [4, 64], row_major)
+    READS_H: gl.constexpr = END == "dswiglu"
+    ahead_blocks: gl.constexpr = 8 if READS_H else 1
+    ahead_dtype: gl.constexpr = h_ptr.dtype.element_ty if READS_H else gl.int8
+    ahead_shape: gl.constexpr = [ahead_blocks, 8, 128]
+    h_blocks = gl.allocate_shared_memory(ahead_dtype, ahead_shape, row_major)
+    h_scale_shape: gl.constexpr = [4, 64]
+    h_scale_rows = gl.allocate_shared_memory(gl.float32, h_scale_shape, row_major)
+    ahead = PreActivationAhead(h_blocks, h_scale_rows)
     # barriers: stages filled and free, halves of a tile made and gone
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
@@ -463,7 +534,8 @@ def expert_gemm_fp8(
     N = N // 8 * 8  # tells the compiler that it is a multiple of 8, for stores of 16 bytes
     n_tiles = gl.cdiv(N, BN)
     if END == "swiglu":
-        n_tiles = gl.cdiv(N // 2, HALF_BN)
+        inner = N // 2
+        n_tiles = gl.cdiv(inner, HALF_BN)
     steps = gl.cdiv(K, BK)
     by_expert: gl.constexpr = KIND == "experts"
     grid = grid_of_tiles(tiles_M4, count, ends_E, first_tile_E, experts, M, n_tiles, steps, band, by_expert)
@@ -476,7 +548,7 @@ def expert_gemm_fp8(
             (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 0, gemm)),
             (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 1, gemm)),
             (fetch_fp8_operands, (descs, ring, grid, N, gemm)),
-            (run_fp8_epilogues, (outs, hand, ahead, ahead_scales, grid, N, padded, gemm, POWER_OF_TWO)),
+            (run_fp8_epilogues, (outs, hand, ahead, grid, N, padded, gemm, POWER_OF_TWO)),
         ],
         [4, 1, 2],
         [CONSUMER_REGS, OTHER_REGS, OTHER_REGS],

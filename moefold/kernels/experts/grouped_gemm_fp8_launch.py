@@ -47,49 +47,62 @@ class ScaleArguments(NamedTuple):
     b_row: int = 0
 
 
+class Fp8Operands(NamedTuple):
+    """What a product reads: both operands, their scales, and how sums are taken."""
+
+    a: Tensor
+    b: TensorDescriptor
+    scales: ScaleArguments
+    sums: Sums
+
+
 def launch_fp8_gemm(
     kind: str,
     end: str,
-    a: Tensor,
-    b: TensorDescriptor,
-    scales: ScaleArguments,
+    operands: Fp8Operands,
     outputs: Fp8Outputs,
     tiles: RowTiles,
-    sums: Sums,
     power_of_two: bool = False,
     m: int = 0,
     n: int = 0,
     k: int = 0,
 ) -> None:
     """`kind`: "rows" or "experts". `end`: the epilogue. m, n, k: sizes that are not rows."""
-    experts = len(tiles.ends_E)
-    routing = (tiles.tiles_M4, tiles.count, tiles.ends_E, tiles.first_tile_E)
-    tile = (64, 128) if kind == "rows" else (1, 64, 128)
-    a_desc = block_descriptor_fp8(a, *tile)
+    a, b, scales, sums = operands
+    ends_E, tiles_M4, count, first_tile_E = tiles
+    routing = (tiles_M4, count, ends_E, first_tile_E)
+    planes = () if kind == "rows" else (1,)
+    a_desc = block_descriptor_fp8(a, *planes, 64, 128)
     tensors = (a_desc, b, *scales, *outputs, *routing)
-    sizes = (experts, m, n, k, tiles.padded_rows)
+    experts = len(ends_E)
+    padded = tiles.padded_rows
+    sizes = (experts, m, n, k, padded)
+    by_block = scales.a_desc is not None
+    by_column = scales.b_row > 0
     consumer_regs, other_regs = registers_of_warps(end, sums)
     constants = {
         "KIND": kind,
         "END": end,
-        "SCALES": "wide" if scales.a_desc is None else "block",
+        "SCALES": "block" if by_block else "wide",
         "PROMOTE": sums != "fast",
-        "WIDE_B": "column" if scales.b_row else "expert",
+        "WIDE_B": "column" if by_column else "expert",
         "POWER_OF_TWO": power_of_two,
         "STAGES": STAGES,
         "CONSUMER_REGS": consumer_regs,
         "OTHER_REGS": other_regs,
     }
-    programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each
+    device = a.device
+    programs = multiprocessor_count(device.index or 0)  # a persistent program on each
+    launch = expert_gemm_fp8[(programs,)]
 
     def launch_with_band(band: int) -> None:
-        expert_gemm_fp8[(programs,)](*tensors, *sizes, band, **constants, num_warps=4)
+        launch(*tensors, *sizes, band, **constants, num_warps=4)
 
     timed_as = "plain" if end == "add" else end
-    most_rows = len(tiles.tiles_M4) * 128
-    shape = gemm_shape_class("fp8 " + kind, timed_as, most_rows, experts, n)
+    contraction = f"fp8 {kind}"
+    shape = gemm_shape_class(contraction, timed_as, padded, experts, n)
     timed_launch = None if end == "add" else launch_with_band
-    band = band_for_shape(shape, a.device, timed_launch)
+    band = band_for_shape(shape, device, timed_launch)
     launch_with_band(band)
 
 
@@ -105,7 +118,8 @@ def registers_of_warps(end: str, sums: Sums) -> tuple[int, int]:
 
 def block_descriptor_fp8(x: Tensor, *shape: int) -> TensorDescriptor:
     block = list(shape)
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    find_layout = gl.NVMMASharedLayout.get_default_for
+    layout = find_layout(block, gl.float8e4nv)
     sizes = list(x.shape)
     strides = list(x.stride())
     return TensorDescriptor(x, sizes, strides, block, layout)
@@ -113,48 +127,62 @@ def block_descriptor_fp8(x: Tensor, *shape: int) -> TensorDescriptor:
 
 def scale_descriptor(scales: Tensor, columns: int) -> TensorDescriptor:
     """Block scales of the steps along K, (K / 128, rows), so many of one step at a time."""
-    steps, rows = scales.shape
-    strides = [rows, 1]  # torch gives a single step any stride
-    return TensorDescriptor(scales, [steps, rows], strides, [1, columns], SCALE_ROWS)
+    sizes = list(scales.shape)
+    strides = [sizes[1], 1]  # torch gives a single step any stride
+    block = [1, columns]
+    return TensorDescriptor(scales, sizes, strides, block, SCALE_ROWS)
 
 
 def row_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
     """Of products of rows with weights (E, N, K)."""
+    both = (a.scales, b.scales)
     _, outputs, steps = b.scales.shape
     if sums == "block":
         a_desc = scale_descriptor(a.scales.T, 128)
         b_expert = outputs * steps
-        return ScaleArguments(a.scales, b.scales, a_desc, b_expert=b_expert, b_row=steps)
+        return ScaleArguments(*both, a_desc, b_expert=b_expert, b_row=steps)
     by_channel = int(outputs > 1)
-    return ScaleArguments(a.scales, b.scales, a_row=1, b_expert=outputs, b_row=by_channel)
+    return ScaleArguments(*both, a_row=1, b_expert=outputs, b_row=by_channel)
 
 
 def column_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
     """Of weight gradients: scales (M, N, 1) of each tile. Wide ones are the same for all tiles of an expert."""
     a_scales = a.scales[..., 0]
     b_scales = b.scales[..., 0]
+    both = (a_scales, b_scales)
     if sums == "block":
         a_desc = scale_descriptor(a_scales, 128)
         b_desc = scale_descriptor(b_scales, 256)
-        return ScaleArguments(a_scales, b_scales, a_desc, b_desc)
+        return ScaleArguments(*both, a_desc, b_desc)
     m = a_scales.shape[1]
     n = b_scales.shape[1]
-    return ScaleArguments(a_scales, b_scales, a_expert=m, a_row=1, b_expert=n, b_row=1)
+    return ScaleArguments(*both, a_expert=m, a_row=1, b_expert=n, b_row=1)
 
 
 def rows_by_weights(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums) -> Tensor:
     """y_RN in bf16, without padding."""
-    e, n, k = b.values.shape
-    y_RN = torch.empty(rows, n, dtype=torch.bfloat16, device=a.values.device)
+    _, n, k = b.values.shape
+    y_RN = empty_bf16(a, rows, n)
     if rows == 0:
         return y_RN
-    planes = plane_descriptor(y_RN[None])
+    y_1RN = y_RN[None]
+    planes = plane_descriptor(y_1RN)
     outputs = Fp8Outputs(planes, y_RN)
-    weights_NK = b.values.view(e * n, k)
-    weights = block_descriptor_fp8(weights_NK, 256, 128)
-    scales = row_scales(a, b, sums)
-    launch_fp8_gemm("rows", "plain", a.values, weights, scales, outputs, tiles, sums, n=n, k=k)
+    operands = row_operands(a, b, sums)
+    launch_fp8_gemm("rows", "plain", operands, outputs, tiles, n=n, k=k)
     return y_RN
+
+
+def empty_bf16(like: Quantised, rows: int, width: int) -> Tensor:
+    return like.values.new_empty(rows, width, dtype=torch.bfloat16)
+
+
+def row_operands(a: Quantised, w: Quantised, sums: Sums) -> Fp8Operands:
+    """Rows (P, K) and weights (E, N, K) in tiles of 256 outputs."""
+    w_NK = w.values.flatten(0, 1)
+    b = block_descriptor_fp8(w_NK, 256, 128)
+    scales = row_scales(a, w, sums)
+    return Fp8Operands(a.values, b, scales, sums)
 
 
 def swiglu_product(
@@ -166,34 +194,33 @@ def swiglu_product(
     formats: ActivationFormats,
 ) -> tuple[Quantised | Tensor, Quantised | Tensor]:
     """h (P, 2F) and a (P, F), each as FP8 with scales of blocks or in bf16."""
-    e, n, k = w.values.shape
+    _, n, k = w.values.shape
     f = n // 2
     rows = tiles.padded_rows
-    device = x.values.device
-    h, h_scales = empty_blocks(rows, n, formats.fp8_kept, device)
-    a, a_scales = empty_blocks(rows, f, formats.fp8_activation, device)
-    outputs = Fp8Outputs(side_ptr=a, side_scales=a_scales, h_ptr=h, h_scales=h_scales, weight_R=weight_R)
-    planes = w.values.view(2 * e, f, k)
-    weights = block_descriptor_fp8(planes, 2, 128, 128)
-    scales = row_scales(x, w, sums)
+    h = empty_blocks(x, rows, n) if formats.fp8_kept else empty_bf16(x, rows, n)
+    a = empty_blocks(x, rows, f) if formats.fp8_activation else empty_bf16(x, rows, f)
+    a_tensors = values_and_scales(a)
+    h_tensors = values_and_scales(h)
+    outputs = Fp8Outputs(None, None, *a_tensors, *h_tensors, weight_R)
+    # A tile has half its columns from the gate and half from up, so that the epilogue sees both.
+    w_planes = w.values.view(-1, f, k)
+    b = block_descriptor_fp8(w_planes, 2, 128, 128)
+    operands = row_operands(x, w, sums)._replace(b=b)
     power_of_two = formats.rule.power_of_two
-    launch_fp8_gemm("rows", "swiglu", x.values, weights, scales, outputs, tiles, sums, power_of_two, n=n, k=k)
-    return in_blocks(h, h_scales), in_blocks(a, a_scales)
+    launch_fp8_gemm("rows", "swiglu", operands, outputs, tiles, power_of_two, n=n, k=k)
+    return h, a
 
 
-def empty_blocks(rows: int, width: int, fp8: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Room for values, and for scales of 128 values, rows contiguous."""
-    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    values = torch.empty(rows, width, dtype=dtype, device=device)
-    if not fp8:
-        return values, None
+def empty_blocks(like: Quantised, rows: int, width: int) -> Quantised:
+    """Room for FP8 values, and for scales of 128 values, which lie by block."""
     blocks = -(-width // 128)
-    scales = torch.empty(blocks, rows, dtype=torch.float32, device=device)
-    return values, scales
+    values = like.values.new_empty(rows, width, dtype=torch.float8_e4m3fn)
+    scales = like.scales.new_empty(blocks, rows, dtype=torch.float32)
+    return Quantised(values, scales.T)
 
 
-def in_blocks(values: Tensor, scales: Tensor | None) -> Quantised | Tensor:
-    return values if scales is None else Quantised(values, scales.T)
+def values_and_scales(x: Quantised | Tensor) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if isinstance(x, Tensor) else x
 
 
 def dswiglu_product(
@@ -206,20 +233,18 @@ def dswiglu_product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the pre-activation (P, 2F) and the activation once more (P, F), both in bf16, and the gradient of
     the router's weights (R,)."""
-    e, f, k = w.values.shape
+    _, f, k = w.values.shape
     rows = tiles.padded_rows
-    device = dy.values.device
-    dh_PN, _ = empty_blocks(rows, 2 * f, False, device)
-    a_PF, _ = empty_blocks(rows, f, False, device)
+    dh_PN = empty_bf16(dy, rows, 2 * f)
+    a_PF = empty_bf16(dy, rows, f)
     column_tiles = -(-f // 256)
-    dots_nP = torch.empty(column_tiles, rows, dtype=torch.float32, device=device)  # summands
-    kept = h if isinstance(h, Quantised) else (h, None)
-    outputs = Fp8Outputs(None, dh_PN, a_PF, None, *kept, weight_R, dots_nP)
-    weights_NK = w.values.view(e * f, k)
-    weights = block_descriptor_fp8(weights_NK, 256, 128)
-    scales = row_scales(dy, w, sums)
-    launch_fp8_gemm("rows", "dswiglu", dy.values, weights, scales, outputs, tiles, sums, n=f, k=k)
-    real_dots = dots_nP[:, : len(weight_R)]
+    dots_nP = dy.scales.new_empty(column_tiles, rows, dtype=torch.float32)  # summands
+    h_tensors = values_and_scales(h)
+    outputs = Fp8Outputs(None, dh_PN, a_PF, None, *h_tensors, weight_R, dots_nP)
+    operands = row_operands(dy, w, sums)
+    launch_fp8_gemm("rows", "dswiglu", operands, outputs, tiles, n=f, k=k)
+    real_rows = len(weight_R)
+    real_dots = dots_nP[:, :real_rows]
     return dh_PN, a_PF, real_dots.sum(0)
 
 
@@ -239,12 +264,14 @@ def columns_by_columns(
     planes = None if add else plane_descriptor(out_END)
     outputs = Fp8Outputs(planes, out_END)
     scales = column_scales(dy, x, sums)
-    launch_fp8_gemm("experts", end, dy.values, b, scales, outputs, tiles, sums, m=m, n=n)
+    operands = Fp8Operands(dy.values, b, scales, sums)
+    launch_fp8_gemm("experts", end, operands, outputs, tiles, m=m, n=n)
 
 
 def tiles_by_tiles(dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool) -> None:
     """The bf16 weight gradient of rows in tiles, by the bf16 kernel: all experts' rows are multiples of 128."""
     first_rows_E = tiles.first_tile_E * 128
-    ends_E = torch.cat((first_rows_E[1:], tiles.count * 128))
+    last_end = tiles.count * 128
+    ends_E = torch.cat((first_rows_E[1:], last_end))
     plan = RowTilePlan(ends_E, tiles.tiles_M4, tiles.count, first_rows_E)
     write_expert_wgrad(dy_PN, x_PD, out_END, plan, add)

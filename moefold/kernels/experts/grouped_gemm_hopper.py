@@ -41,8 +41,11 @@ from moefold.kernels.experts.epilogues_hopper import (
     epilogue_swiglu,
 )
 from moefold.kernels.experts.gemm_tiles_hopper import (
+    HalfProduct,
     HalfTile,
+    arrive_at,
     grid_of_tiles,
+    left_buffer,
     locate_tile,
     make_hand,
     multiply_half,
@@ -72,13 +75,15 @@ class OperandRing(NamedTuple):
 
 @gluon.jit
 def locate(t, grid, gemm):
-    return locate_tile(t, grid, gemm.KIND == "tn", 64)
+    BY_EXPERT: gl.constexpr = gemm.KIND == "tn"
+    return locate_tile(t, grid, BY_EXPERT, 64)
 
 
 @gluon.jit
 def fetch_operands(a_desc, b_desc, ring, grid, N, K, gemm):
     """The producer: keeps STAGES steps of operands in flight, across tile boundaries."""
-    operand_bytes: gl.constexpr = (128 + gemm.BN) * 64 * 2
+    rows_and_columns: gl.constexpr = 128 + gemm.BN
+    operand_bytes: gl.constexpr = rows_and_columns * 64 * 2
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     i = 0
@@ -103,12 +108,13 @@ def fetch_left(a_desc, bar, ring, s, tile, at_k, gemm):
     if gemm.END == "swiglu":
         row = tile.start
     for w in gl.static_range(2):
+        half = 64 * w
         if gemm.KIND == "tn":
             column = tile.m * 128
-            a_at = [row + at_k, column + 64 * w]
+            a_at = [row + at_k, column + half]
         else:
-            a_at = [row + 64 * w, at_k]
-        a = ring.a_bufs.index(2 * s + w)
+            a_at = [row + half, at_k]
+        a = left_buffer(ring, s, w)
         tma.async_copy_global_to_shared(a_desc, a_at, bar, a)
 
 
@@ -120,21 +126,27 @@ def fetch_right(b_desc, bar, ring, s, tile, at_k, N, K, gemm):
     if gemm.KIND == "tn":
         b_at = [tile.start + at_k, column]
     elif gemm.KIND == "nn":
-        b_at = [tile.expert * K + at_k, column]
+        first_row = tile.expert * K
+        b_at = [first_row + at_k, column]
     elif gemm.END == "swiglu":  # half of the tile's columns are gate, half up
         half: gl.constexpr = gemm.BN // 2
         b = b.reshape([2, half, 64])
-        b_at = [tile.expert * 2, tile.n * half, at_k]
+        plane = tile.expert * 2
+        row = tile.n * half
+        b_at = [plane, row, at_k]
     else:
-        b_at = [tile.expert * N + column, at_k]
+        first_row = tile.expert * N
+        b_at = [first_row + column, at_k]
     tma.async_copy_global_to_shared(b_desc, b_at, bar, b)
 
 
 @gluon.jit
 def multiply_tiles(ring, hand, grid, out_ptr, M, N, HALF: gl.constexpr, gemm):
     """A consumer: 64 of a tile's 128 rows. They are handed to the epilogue once it has taken the previous tile's."""
-    A_BY_COLUMN: gl.constexpr = gemm.KIND == "tn"
+    BY_EXPERT: gl.constexpr = gemm.KIND == "tn"
     B_BY_ROW: gl.constexpr = gemm.KIND == "nt"
+    product: gl.constexpr = HalfProduct(gemm.BN, 16, gemm.STAGES, BY_EXPERT, B_BY_ROW)
+    above: gl.constexpr = 64 * HALF
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     i = 0
@@ -143,24 +155,26 @@ def multiply_tiles(ring, hand, grid, out_ptr, M, N, HALF: gl.constexpr, gemm):
     for t in range(program, grid.total, programs):
         tile = following
         turn = t // programs
+        steps = tile.steps
         # lookup of the next tile, in flight while this one is multiplied
         following = locate(t + programs, grid, gemm)
-        if gemm.KIND == "tn" or tile.real > 64 * HALF:
-            acc = multiply_half(ring, i, tile.steps, HALF, gemm.BN, 16, gemm.STAGES, A_BY_COLUMN, B_BY_ROW)
+        if BY_EXPERT or tile.real > above:
+            acc = multiply_half(ring, i, steps, HALF, product)
             # the result: added to memory here, or rounded and handed over in shared memory
             if gemm.END == "add":
-                first_row = tile.m * 128 + 64 * HALF
+                first_row = tile.m * 128 + above
                 first_column = tile.n * gemm.BN
                 epilogue_add(out_ptr, acc, tile.expert, first_row, first_column, M, N, gemm.BN)
             else:
                 wait_until_gone(hand, turn, HALF)
                 rounded = acc.to(gl.bfloat16)
-                hand.tile.index(HALF).store(rounded)
+                place = hand.tile.index(HALF)
+                place.store(rounded)
                 fence_async_shared()
-                mbarrier.arrive(hand.made.index(HALF))
+                arrive_at(hand.made, HALF)
         else:
-            skip_half(ring, hand, i, tile.steps, turn, HALF, gemm.STAGES)
-        i += tile.steps
+            skip_half(ring, hand, i, steps, turn, HALF, gemm.STAGES)
+        i += steps
 
 
 @gluon.jit
@@ -193,7 +207,7 @@ def run_epilogues(outs, hand, ahead, grid, N, rows, gemm):
             elif gemm.END == "dswiglu":
                 epilogue_dswiglu(outs, hand.tile, ahead, here, N, rows, gemm.BN)
             tma.store_wait(0)
-            mbarrier.arrive(hand.gone.index(half))
+            arrive_at(hand.gone, half)
             row += 64
             pad += 64
             real -= 64
@@ -213,9 +227,11 @@ def expert_gemm(
         b_bufs = swizzled_buffers(gl.bfloat16, STAGES, BN, 64)
     else:
         b_bufs = swizzled_buffers(gl.bfloat16, STAGES, 64, BN)
-    results = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], a_desc.layout)
+    tile_shape: gl.constexpr = [2, 64, BN]
+    results = gl.allocate_shared_memory(gl.bfloat16, tile_shape, a_desc.layout)
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ahead = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 64], row_major)
+    ahead_shape: gl.constexpr = [8, 16, 64]
+    ahead = gl.allocate_shared_memory(gl.bfloat16, ahead_shape, row_major)
     # barriers: stages filled and free, halves of a tile made and gone
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
@@ -227,7 +243,8 @@ def expert_gemm(
     N = N // 8 * 8  # tells the compiler that it is a multiple of 8, for loads of 16 bytes
     n_tiles = gl.cdiv(N, BN)
     steps = gl.cdiv(K, 64)
-    grid = grid_of_tiles(tiles_M4, count, ends_E, pads_E, experts, M, n_tiles, steps, band, KIND == "tn")
+    BY_EXPERT: gl.constexpr = KIND == "tn"
+    grid = grid_of_tiles(tiles_M4, count, ends_E, pads_E, experts, M, n_tiles, steps, band, BY_EXPERT)
     outs = EpilogueOutputs(out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR)
     # two consumer warpgroups, one producer warp, two epilogue warps
     gl.warp_specialize(

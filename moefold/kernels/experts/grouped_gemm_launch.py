@@ -51,36 +51,44 @@ class RowTilePlan(NamedTuple):
 
     @classmethod
     def of(cls, ends_E: Tensor, rows: int) -> RowTilePlan:
-        return cls(ends_E, *plan_row_tiles(ends_E, rows))
+        tiles = plan_row_tiles(ends_E, rows)
+        return cls(ends_E, *tiles)
 
 
 def gather_expert_rows(source_ND: Tensor, index_R: Tensor, plan: RowTilePlan) -> Tensor:
     """x_PD: the experts' rows, padded."""
-    return gather_padded(source_ND, index_R, plan.tiles_M4, len(plan.ends_E))
+    experts = len(plan.ends_E)
+    return gather_padded(source_ND, index_R, plan.tiles_M4, experts)
 
 
 def up_projection(x_PD: Tensor, w_E2FD: Tensor, weight_R: Tensor, plan: RowTilePlan):
     """The pre-activation h_R2F and the activation times the router's weight, a_RF."""
-    e, _, f, d = w_E2FD.shape
+    _, _, f, d = w_E2FD.shape
+    width = 2 * f
     rows = len(weight_R)
     h_R2F = x_PD.new_empty(rows, 2, f)
     a_RF = x_PD.new_empty(rows, f)
-    h_planes = plane_descriptor(h_R2F.transpose(0, 1))
+    h_2RF = h_R2F.transpose(0, 1)
+    h_planes = plane_descriptor(h_2RF)
     outputs = EpilogueOutputs(None, a_RF, h_planes, h_R2F, weight_R)
     # A tile has half its columns from the gate and half from up, so that the epilogue sees both.
-    w_planes = w_E2FD.view(2 * e, f, d)
-    b = block_descriptor(w_planes, 2, TILE_COLUMNS // 2, 64)
-    launch_grouped_gemm("nt", "swiglu", x_PD, b, outputs, plan, n=2 * f, k=d)
+    w_planes = w_E2FD.flatten(0, 1)
+    half_columns = TILE_COLUMNS // 2
+    b = block_descriptor(w_planes, 2, half_columns, 64)
+    gemm = GroupedGemm("nt", "swiglu", n=width, k=d)
+    launch_grouped_gemm(gemm, x_PD, b, outputs, plan)
     return h_R2F, a_RF
 
 
 def down_projection(a_RF: Tensor, w_EDF: Tensor, plan: RowTilePlan) -> Tensor:
-    e, d, f = w_EDF.shape
-    y_RD = a_RF.new_empty(len(a_RF), d)
+    _, d, f = w_EDF.shape
+    rows = len(a_RF)
+    y_RD = a_RF.new_empty(rows, d)
     outputs = plain_outputs(y_RD[None])
-    w_NF = w_EDF.view(e * d, f)
+    w_NF = w_EDF.flatten(0, 1)
     b = block_descriptor(w_NF, TILE_COLUMNS, 64)
-    launch_grouped_gemm("nt", "plain", a_RF, b, outputs, plan, n=d, k=f)
+    gemm = GroupedGemm("nt", "plain", n=d, k=f)
+    launch_grouped_gemm(gemm, a_RF, b, outputs, plan)
     return y_RD
 
 
@@ -89,24 +97,28 @@ def down_projection_dgrad(dy_RD: Tensor, w_EDF: Tensor, h_R2F: Tensor, weight_R:
     overwrites h_R2F."""
     e, d, f = w_EDF.shape
     rows = len(dy_RD)
+    most_rows = rows + 64 * e
     column_tiles = -(-f // TILE_COLUMNS)
-    a_PF = h_R2F.new_empty(rows + 64 * e, f)
+    a_PF = h_R2F.new_empty(most_rows, f)
     dots_nR = dy_RD.new_empty(column_tiles, rows, dtype=torch.float32)  # a summand of each column tile
     outputs = EpilogueOutputs(None, h_R2F, None, a_PF, weight_R, dots_nR)
-    w_NF = w_EDF.view(e * d, f)
+    w_NF = w_EDF.flatten(0, 1)
     b = block_descriptor(w_NF, 64, TILE_COLUMNS)
-    launch_grouped_gemm("nn", "dswiglu", dy_RD, b, outputs, plan, n=f, k=d)
+    gemm = GroupedGemm("nn", "dswiglu", n=f, k=d)
+    launch_grouped_gemm(gemm, dy_RD, b, outputs, plan)
     return a_PF, dots_nR.sum(0)
 
 
 def up_projection_dgrad(dh_R2F: Tensor, w_E2FD: Tensor, plan: RowTilePlan) -> Tensor:
-    e, _, f, d = w_E2FD.shape
-    dx_RD = dh_R2F.new_empty(len(dh_R2F), d)
-    outputs = plain_outputs(dx_RD[None])
+    d = w_E2FD.shape[-1]
     dh_RN = dh_R2F.flatten(1)
-    w_ND = w_E2FD.view(e * 2 * f, d)
+    rows, width = dh_RN.shape
+    dx_RD = dh_R2F.new_empty(rows, d)
+    outputs = plain_outputs(dx_RD[None])
+    w_ND = w_E2FD.flatten(0, 2)
     b = block_descriptor(w_ND, 64, TILE_COLUMNS)
-    launch_grouped_gemm("nn", "plain", dh_RN, b, outputs, plan, n=d, k=2 * f)
+    gemm = GroupedGemm("nn", "plain", n=d, k=width)
+    launch_grouped_gemm(gemm, dh_RN, b, outputs, plan)
     return dx_RD
 
 
@@ -132,35 +144,52 @@ def write_expert_wgrad(left_RM: Tensor, right_PN: Tensor, out_EMN: Tensor, plan:
     _, m, n = out_EMN.shape
     b = block_descriptor(right_PN, 64, TILE_COLUMNS)
     if add:
+        end = "add"
         outputs = EpilogueOutputs(None, out_EMN)
-        launch_grouped_gemm("tn", "add", left_RM, b, outputs, plan, m=m, n=n)
     else:
+        end = "plain"
         outputs = plain_outputs(out_EMN)
-        launch_grouped_gemm("tn", "plain", left_RM, b, outputs, plan, m=m, n=n)
+    gemm = GroupedGemm("tn", end, m=m, n=n)
+    launch_grouped_gemm(gemm, left_RM, b, outputs, plan)
 
 
 def plain_outputs(out: Tensor) -> EpilogueOutputs:
-    return EpilogueOutputs(plane_descriptor(out), out)
+    planes = plane_descriptor(out)
+    return EpilogueOutputs(planes, out)
 
 
-def launch_grouped_gemm(kind: str, end: str, a, b, outputs: EpilogueOutputs, plan: RowTilePlan, m=0, n=0, k=0) -> None:
+class GroupedGemm(NamedTuple):
     """`kind`: which operands are transposed, as in BLAS. `end`: the epilogue. m, n, k: sizes that are not rows."""
-    experts = len(plan.ends_E)
-    routing = (plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
+
+    kind: str
+    end: str
+    m: int = 0
+    n: int = 0
+    k: int = 0
+
+
+def launch_grouped_gemm(gemm: GroupedGemm, a, b, outputs: EpilogueOutputs, plan: RowTilePlan) -> None:
+    kind, end, m, n, k = gemm
+    ends_E, tiles_M4, count, pads_E = plan
+    routing = (tiles_M4, count, ends_E, pads_E)
     a_desc = block_descriptor(a, 64, 64)
     tensors = (a_desc, b, *outputs, *routing)
-    sizes = (experts, m, n, k, len(a))
+    experts = len(ends_E)
+    rows = len(a)
+    sizes = (experts, m, n, k, rows)
     constants = {"KIND": kind, "END": end, "BN": TILE_COLUMNS, "STAGES": STAGES}
-    programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each
+    device = a.device
+    programs = multiprocessor_count(device.index or 0)  # a persistent program on each
+    launch = expert_gemm[(programs,)]
 
     def launch_with_band(band: int) -> None:
-        expert_gemm[(programs,)](*tensors, *sizes, band, **constants, num_warps=4)
+        launch(*tensors, *sizes, band, **constants, num_warps=4)
 
     timed_as = "plain" if end == "add" else end
-    shape = gemm_shape_class(kind, timed_as, len(a), experts, n)
+    shape = gemm_shape_class(kind, timed_as, rows, experts, n)
     overwrites_inputs = end in ("add", "dswiglu")  # cannot be launched repeatedly to be timed
     timed_launch = None if overwrites_inputs else launch_with_band
-    band = band_for_shape(shape, a.device, timed_launch)
+    band = band_for_shape(shape, device, timed_launch)
     launch_with_band(band)
 
 
@@ -171,4 +200,5 @@ def plane_descriptor(x: Tensor) -> TensorDescriptor:
 
 @cache
 def multiprocessor_count(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.anatomy.activations import ACTIVATIONS, OWN_OPS, ActivationKind
+from moefold.kernels.experts.swiglu import in_fp32_or_better
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 TANH_SCALE = math.sqrt(2 / math.pi)
@@ -77,13 +78,13 @@ SLOPES: dict[str, Function] = {
 
 @register_op
 def mlp_activation(h: Tensor, weight_R: Tensor | None, kind: ActivationKind) -> Tensor:
-    wide = torch.promote_types(h.dtype, torch.float32)
+    wide = in_fp32_or_better(h)
     function = FUNCTIONS[kind.function]
     if kind.gated:
-        gate, up = h.to(wide).unbind(-2)
+        gate, up = wide.unbind(-2)
         y = function(gate) * up
     else:
-        y = function(h.to(wide))
+        y = function(wide)
     if weight_R is not None:
         y = y * weight_R[:, None]
     return y.to(h.dtype)
@@ -133,9 +134,8 @@ class RecomputeActivation(torch.autograd.Function):
     def backward(ctx, dy):
         h, weight = ctx.saved_tensors
         kind = ctx.kind
-        wide = torch.promote_types(h.dtype, torch.float32)
-        dy = dy.to(wide)
-        x = h.to(wide)
+        x = in_fp32_or_better(h)
+        dy = dy.to(x.dtype)
         up = None
         if kind.gated:
             x, up = x.unbind(-2)
@@ -145,7 +145,8 @@ class RecomputeActivation(torch.autograd.Function):
         if weight is not None:
             y = value if up is None else value * up
             dots = dy * y
-            d_weight = dots.sum(-1).to(weight.dtype)
+            d_weight = dots.sum(-1)
+            d_weight = d_weight.to(weight.dtype)
             dy = dy * weight[:, None]
         # Those of gate and up, or of up alone.
         slope = SLOPES[kind.function](x)
@@ -154,7 +155,8 @@ class RecomputeActivation(torch.autograd.Function):
         else:
             d_gate = dy * up * slope
             d_up = dy * value
-            dh = torch.stack((d_gate, d_up), dim=-2)
+            both = (d_gate, d_up)
+            dh = torch.stack(both, dim=-2)
         return dh.to(h.dtype), d_weight, None
 
 
@@ -172,12 +174,15 @@ def mlp_activation_cases(draw: CaseInputs) -> Cases:
         if name in OWN_OPS:
             continue
         for r, f in ACTIVATION_CASE_SIZES:
-            x = draw.normal(r, *kind.up_outputs(f), scale=2.0)
+            outputs = kind.up_outputs(f)
+            x = draw.normal(r, *outputs, scale=2.0)
             weight = draw.wide(r, seed=1)
             about = f"{name}, {r} rows of {f}"
             yield KernelCase(about, (x, None, kind))
             yield KernelCase(f"{about}, scaled", (x, weight, kind))
-        x = draw.normal(40, *kind.up_outputs(64), scale=2.0)
+        outputs = kind.up_outputs(64)
+        x = draw.normal(40, *outputs, scale=2.0)
         weight = draw.wide(40, seed=1)
         about = f"{name}, 33 rows of 64, 7 undefined behind them"
-        yield KernelCase(about, (x, weight, kind), rows=(33, 40))
+        rows = (33, 40)
+        yield KernelCase(about, (x, weight, kind), rows=rows)

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.anatomy.activations import ActivationKind
-from moefold.kernels.experts.swiglu_triton import load_fp32, store_like
+from moefold.kernels.experts.swiglu_triton import load_fp32, load_row_weight, store_like, store_row_sum
+from moefold.kernels.tile_triton import program_block, wide_program_id
 
 BLOCK = 1024
 
@@ -20,8 +21,10 @@ BLOCK = 1024
 def function_and_slope(x, FUNCTION: tl.constexpr):
     """silu and gelu_tanh are x times the sigmoid of a polynomial in x."""
     if FUNCTION == "gelu":
-        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        scaled = x * 0.7071067811865476
+        share = 0.5 + 0.5 * tl.erf(scaled)
+        power = -0.5 * x * x
+        density = 0.3989422804014327 * tl.exp(power)
         value = x * share
         slope = share + x * density
     elif FUNCTION == "relu":
@@ -40,7 +43,8 @@ def function_and_slope(x, FUNCTION: tl.constexpr):
             inner_slope = 1.5957691216057308 * (1 + 0.134145 * square)
         s = tl.sigmoid(inner)
         value = x * s
-        slope = s + value * (1 - s) * inner_slope
+        rest = 1 - s
+        slope = s + value * rest * inner_slope
     return value, slope
 
 
@@ -48,8 +52,8 @@ def function_and_slope(x, FUNCTION: tl.constexpr):
 def activation_forward_kernel(
     h, weight_R, y_RF, F, FUNCTION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    r = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    r = wide_program_id(0)
+    f = program_block(1, BLOCK)
     inside = f < F
     PARTS: tl.constexpr = 2 if GATED else 1
     x_at = h + r * PARTS * F + f
@@ -60,7 +64,8 @@ def activation_forward_kernel(
     if SCALED:
         weight = tl.load(weight_R + r)
         y *= weight.to(tl.float32)
-    store_like(y_RF + r * F + f, y, inside)
+    row = y_RF + r * F
+    store_like(row + f, y, inside)
 
 
 @triton.jit
@@ -77,9 +82,9 @@ def activation_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     # prologue: the row's weight, and its gradient by lane
-    r = tl.program_id(0).to(tl.int64)
+    r = wide_program_id(0)
     PARTS: tl.constexpr = 2 if GATED else 1
-    weight = tl.load(weight_R + r).to(tl.float32) if SCALED else 1.0
+    weight = load_row_weight(weight_R, r, SCALED)
     d_weight = tl.zeros([BLOCK], tl.float32)
     # main loop over blocks of the row
     for start in range(0, F, BLOCK):
@@ -87,21 +92,26 @@ def activation_backward_kernel(
         inside = f < F
         at = r * PARTS * F + f
         x = load_fp32(h + at, inside)
-        dy = load_fp32(dy_RF + r * F + f, inside)
+        dy_row = dy_RF + r * F
+        dy = load_fp32(dy_row + f, inside)
         # the function again, and the weight's gradient
         value, slope = function_and_slope(x, FUNCTION)
         d_value = dy
         if GATED:
-            d_value = dy * load_fp32(h + at + F, inside)
+            up = load_fp32(h + at + F, inside)
+            d_value = dy * up
         d_weight += d_value * value
         # the gradients of gate and up, or of up alone
-        store_like(dh + at, d_value * weight * slope, inside)
+        dx_at = dh + at
+        dx = d_value * weight * slope
+        store_like(dx_at, dx, inside)
         if GATED:
-            store_like(dh + at + F, dy * weight * value, inside)
-    # epilogue: one sum over the row
+            d_up_at = dx_at + F
+            d_up = dy * weight * value
+            store_like(d_up_at, d_up, inside)
+    # epilogue
     if SCALED:
-        total = tl.sum(d_weight, 0)
-        tl.store(d_weight_R + r, total.to(d_weight_R.dtype.element_ty))
+        store_row_sum(d_weight_R, r, d_weight)
 
 
 def activation_forward(h: Tensor, weight_R: Tensor | None, kind: ActivationKind) -> Tensor:
@@ -110,7 +120,8 @@ def activation_forward(h: Tensor, weight_R: Tensor | None, kind: ActivationKind)
     if y_RF.numel():
         blocks = triton.cdiv(inner, BLOCK)
         flags = launch_flags(kind, weight_R)
-        activation_forward_kernel[rows, blocks](h, weight_R, y_RF, inner, **flags)
+        launch = activation_forward_kernel[rows, blocks]
+        launch(h, weight_R, y_RF, inner, **flags)
     return y_RF
 
 
@@ -124,7 +135,8 @@ def activation_backward(
     if dy_RF.numel():
         dy_RF = dy_RF.contiguous()
         flags = launch_flags(kind, weight_R)
-        activation_backward_kernel[(rows,)](dy_RF, h, weight_R, dh, d_weight_R, inner, **flags)
+        launch = activation_backward_kernel[(rows,)]
+        launch(dy_RF, h, weight_R, dh, d_weight_R, inner, **flags)
     return dh, d_weight_R
 
 

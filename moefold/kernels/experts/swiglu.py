@@ -13,10 +13,15 @@ from torch import Tensor
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 
+def in_fp32_or_better(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide)
+
+
 @register_op
 def swiglu(gate_up_R2F: Tensor, weight_R: Tensor | None = None) -> Tensor:
-    wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
-    gate, up = gate_up_R2F.to(wide).unbind(-2)
+    wide = in_fp32_or_better(gate_up_R2F)
+    gate, up = wide.unbind(-2)
     y = F.silu(gate) * up
     if weight_R is not None:
         y = y * weight_R[:, None]
@@ -63,20 +68,23 @@ class RecomputeSwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         gate_up, weight = ctx.saved_tensors
-        wide = torch.promote_types(gate_up.dtype, torch.float32)
-        gate, up = gate_up.to(wide).unbind(-2)
-        dy = dy.to(wide)
+        wide = in_fp32_or_better(gate_up)
+        gate, up = wide.unbind(-2)
+        dy = dy.to(wide.dtype)
         s = gate.sigmoid()
         silu = gate * s
         d_weight = None
         if weight is not None:
-            d_weight = (dy * silu * up).sum(-1)
+            summands = dy * silu * up
+            d_weight = summands.sum(-1)
             d_weight = d_weight.to(weight.dtype)
             dy = dy * weight[:, None]
-        d_silu = s + silu * (1 - s)
+        rest = 1 - s
+        d_silu = s + silu * rest
         d_gate = dy * up * d_silu
         d_up = dy * silu
-        d_gate_up = torch.stack((d_gate, d_up), dim=-2)
+        both = (d_gate, d_up)
+        d_gate_up = torch.stack(both, dim=-2)
         return d_gate_up.to(gate_up.dtype), d_weight
 
 
@@ -93,8 +101,10 @@ def swiglu_cases(draw: CaseInputs) -> Cases:
     for r, f in SWIGLU_SIZES:
         x = draw.normal(r, 2, f)
         weight = draw.wide(r, seed=1)
-        yield KernelCase(f"{r} rows of {f}", (x, None))
-        yield KernelCase(f"{r} rows of {f}, scaled", (x, weight))
+        about = f"{r} rows of {f}"
+        yield KernelCase(about, (x, None))
+        yield KernelCase(f"{about}, scaled", (x, weight))
     x = draw.normal(40, 2, 64)
     weight = draw.wide(40, seed=1)
-    yield KernelCase("33 rows of 64, 7 undefined behind them", (x, weight), rows=(33, 40))
+    rows = (33, 40)
+    yield KernelCase("33 rows of 64, 7 undefined behind them", (x, weight), rows=rows)

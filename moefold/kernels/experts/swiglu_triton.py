@@ -30,6 +30,23 @@ def store_like(at, value, inside):
 
 
 @triton.jit
+def load_row_weight(weight_R, r, SCALED: constexpr):
+    if SCALED:
+        weight = tl.load(weight_R + r)
+        return weight.to(tl.float32)
+    else:
+        return 1.0
+
+
+@triton.jit
+def store_row_sum(out_R, r, summands):
+    """One sum over the row, in the type of what the pointer points to."""
+    total = tl.sum(summands, 0)
+    rounded = total.to(out_R.dtype.element_ty)
+    tl.store(out_R + r, rounded)
+
+
+@triton.jit
 def swiglu_forward_kernel(gate_up_R2F, weight_R, y_RF, F, SCALED: constexpr, BLOCK: constexpr):
     r = wide_program_id(0)
     f = program_block(1, BLOCK)
@@ -42,7 +59,8 @@ def swiglu_forward_kernel(gate_up_R2F, weight_R, y_RF, F, SCALED: constexpr, BLO
     if SCALED:
         weight = tl.load(weight_R + r)
         y *= weight.to(tl.float32)
-    store_like(y_RF + r * F + f, y, inside)
+    row = y_RF + r * F
+    store_like(row + f, y, inside)
 
 
 @triton.jit
@@ -52,31 +70,34 @@ def swiglu_backward_kernel(
     """d silu(g) = s + g s (1 - s) with s = sigmoid(g)."""
     # prologue: the row's weight, and its gradient by lane
     r = wide_program_id(0)
-    weight = tl.load(weight_R + r).to(tl.float32) if SCALED else 1.0
+    weight = load_row_weight(weight_R, r, SCALED)
     d_weight = tl.zeros([BLOCK], tl.float32)
     # main loop over blocks of the row
     for start in range(0, F, BLOCK):
         f = start + tl.arange(0, BLOCK)
         inside = f < F
         at = r * 2 * F + f
-        gate = load_fp32(gate_up_R2F + at, inside)
-        up = load_fp32(gate_up_R2F + at + F, inside)
-        dy = load_fp32(dy_RF + r * F + f, inside)
+        gate_at = gate_up_R2F + at
+        gate = load_fp32(gate_at, inside)
+        up = load_fp32(gate_at + F, inside)
+        dy_row = dy_RF + r * F
+        dy = load_fp32(dy_row + f, inside)
         # SwiGLU again, and the weight's gradient
         s = tl.sigmoid(gate)
         silu = gate * s
         d_weight += dy * silu * up
         # the gradients of gate and up
         dy *= weight
-        d_silu = s + silu * (1 - s)
+        rest = 1 - s
+        d_silu = s + silu * rest
         d_gate = dy * up * d_silu
         d_up = dy * silu
-        store_like(d_gate_up_R2F + at, d_gate, inside)
-        store_like(d_gate_up_R2F + at + F, d_up, inside)
-    # epilogue: one sum over the row
+        d_gate_at = d_gate_up_R2F + at
+        store_like(d_gate_at, d_gate, inside)
+        store_like(d_gate_at + F, d_up, inside)
+    # epilogue
     if SCALED:
-        total = tl.sum(d_weight, 0)
-        tl.store(d_weight_R + r, total.to(d_weight_R.dtype.element_ty))
+        store_row_sum(d_weight_R, r, d_weight)
 
 
 def swiglu_forward(gate_up_R2F: Tensor, weight_R: Tensor | None) -> Tensor:
@@ -85,7 +106,8 @@ def swiglu_forward(gate_up_R2F: Tensor, weight_R: Tensor | None) -> Tensor:
     scaled = weight_R is not None
     if y_RF.numel():
         blocks = triton.cdiv(inner, BLOCK)
-        swiglu_forward_kernel[rows, blocks](gate_up_R2F, weight_R, y_RF, inner, SCALED=scaled, BLOCK=BLOCK)
+        launch = swiglu_forward_kernel[rows, blocks]
+        launch(gate_up_R2F, weight_R, y_RF, inner, SCALED=scaled, BLOCK=BLOCK)
     return y_RF
 
 
@@ -97,6 +119,8 @@ def swiglu_backward(dy_RF: Tensor, gate_up_R2F: Tensor, weight_R: Tensor | None)
     d_weight_R = torch.zeros_like(weight_R) if scaled else None
     if dy_RF.numel():
         dy_RF = dy_RF.contiguous()
+        inputs = (dy_RF, gate_up_R2F, weight_R)
         gradients = (d_gate_up_R2F, d_weight_R)
-        swiglu_backward_kernel[(rows,)](dy_RF, gate_up_R2F, weight_R, *gradients, inner, SCALED=scaled, BLOCK=BLOCK)
+        launch = swiglu_backward_kernel[(rows,)]
+        launch(*inputs, *gradients, inner, SCALED=scaled, BLOCK=BLOCK)
     return d_gate_up_R2F, d_weight_R

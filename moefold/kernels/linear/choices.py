@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choice, Choices, hopper_bf16_runs, runs_on_cuda
+from moefold.kernels.choice import TILED_ROWS, Choice, Choices, hopper_bf16_runs, runs_on_cuda
 
 FP8_GEMM = Choice(
     "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "persistent FP8 GEMM; scales applied in registers"
@@ -16,6 +16,7 @@ CHOICES: Choices = {
             "cuda",
             "GEMMs accumulate the gradient of a shared input and write weight gradients in their places",
         ),
+        TILED_ROWS,
     ),
     "grouped_linear": (),
     "fp8_product": (FP8_GEMM,),

@@ -22,10 +22,18 @@ from torch import Tensor
 
 from moefold.config.precision_recipes import Sums
 from moefold.kernels.experts.grouped_gemm import grouped_gemm_weight
-from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
+from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule, blocks_for, in_blocks
 from moefold.kernels.quantise.quantise_tiles import quantise_tiles
 from moefold.kernels.quantise.quantise_weight import quantise_weight
-from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, padded_index, row_tiles
+from moefold.kernels.quantise.row_tiles import (
+    RowTiles,
+    ends_of_experts,
+    pad_to_tiles,
+    padded_index,
+    row_tiles,
+    rows_of_experts,
+)
+from moefold.kernels.quantise.wide_scales import expert_of_tiles
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
 
 
@@ -62,23 +70,27 @@ def fp8_product_gluon(
 
 def padded_product(a: Quantised, b: Quantised, tiles: RowTiles, sums: Sums) -> Tensor:
     """y_PN in fp32, with the rows in their padded places."""
-    expert_M = tiles.tiles_M4[:, 0].long()
+    expert_M = expert_of_tiles(tiles)
     outputs = b.values.shape[1]
-    a_MBK = a.values.unflatten(0, (-1, BLOCK))
-    scale_a_MBG = a.scales.unflatten(0, (-1, BLOCK))
+    a_MBK = in_blocks(a.values, 0)
+    scale_a_MBG = in_blocks(a.scales, 0)
     scale_ENG = row_scales(b.scales, outputs)
     scale_b_MGN = scale_ENG[expert_M].mT
     m, rows, k = a_MBK.shape
-    y_MBN = torch.zeros(m, rows, outputs, device=a.scales.device)
+    device = a.scales.device
+    y_MBN = torch.zeros(m, rows, outputs, device=device)
     # blocks of the contraction, in their order
     for g, block in enumerate(contraction_blocks(k)):
-        b_ENK = b.values[:, :, block].double()
-        b_MNK = b_ENK[expert_M]
-        partial = rounded_product(a_MBK[..., block], b_MNK)
+        a_block = a_MBK[..., block]
+        b_block = b.values[..., block]
+        wide_block = b_block.double()
+        partial = rounded_product(a_block, wide_block[expert_M])
         if sums == "block":
-            scaled = partial * scale_a_MBG[..., g, None]
+            scale_MB = scale_a_MBG[..., g]
+            scaled = partial * scale_MB[..., None]
             scale_MN = scale_b_MGN[:, g]
-            y_MBN = multiply_add(scaled, scale_MN[:, None], y_MBN)
+            scale_M1N = scale_MN[:, None]
+            y_MBN = multiply_add(scaled, scale_M1N, y_MBN)
         else:
             y_MBN += partial
     if sums != "block":
@@ -89,7 +101,9 @@ def padded_product(a: Quantised, b: Quantised, tiles: RowTiles, sums: Sums) -> T
 
 def rounded_product(a: Tensor, b: Tensor) -> Tensor:
     """a b^T of FP8 numbers: exact sums, rounded to fp32."""
-    exact = a.double() @ b.double().mT
+    wide_a = a.double()
+    wide_b = b.double()
+    exact = wide_a @ wide_b.mT
     return exact.float()
 
 
@@ -104,12 +118,17 @@ def fp8_weight_product(
 ) -> None:
     """dy: values (M, N, 128), scales (M, N, 1). x: values (M, D, 128), scales (M, D, 1). With `sums` other than "block"
     the scales of an expert's tiles are equal. An expert without rows has the gradient zero. `add`: to `out_END`."""
-    expert_M = tiles.tiles_M4[:, 0].long()
-    used_M = tiles.tiles_M4[:, 2] > 0
-    total_END = torch.zeros(out_END.shape, device=out_END.device)
+    tiles_M4 = tiles.tiles_M4
+    expert_M = expert_of_tiles(tiles)
+    real_M = tiles_M4[:, 2]
+    used_M = real_M > 0
+    shape = out_END.shape
+    total_END = torch.zeros(shape, device=out_END.device)
     # tiles in their order, each added to its expert's sum
     for m in range(len(expert_M)):
-        partial_ND = rounded_product(dy.values[m], x.values[m])
+        dy_NB = dy.values[m]
+        x_DB = x.values[m]
+        partial_ND = rounded_product(dy_NB, x_DB)
         expert = expert_M[m : m + 1]
         before_ND = total_END[expert][0]
         if sums == "block":
@@ -118,7 +137,8 @@ def fp8_weight_product(
             after_ND = multiply_add(scaled_ND, scale_D, before_ND)
         else:
             after_ND = before_ND + partial_ND
-        total_END[expert] = torch.where(used_M[m], after_ND, before_ND)
+        is_used = used_M[m]
+        total_END[expert] = torch.where(is_used, after_ND, before_ND)
     if sums != "block":
         scale_EN = expert_scales(dy.scales, tiles)
         scale_ED = expert_scales(x.scales, tiles)
@@ -144,7 +164,8 @@ def fp8_weight_product_gluon(
 @register_in_place_op
 def tile_weight_product(dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool = False) -> None:
     """The same gradient from rows in tiles in their own precision. Padding is zero."""
-    next_tile_E = torch.cat((tiles.first_tile_E[1:], tiles.count))
+    others_E = tiles.first_tile_E[1:]
+    next_tile_E = torch.cat((others_E, tiles.count))
     ends_E = next_tile_E * BLOCK
     gradient_END = grouped_gemm_weight(dy_PN, x_PD, ends_E)
     write_gradient(gradient_END, out_END, add)
@@ -184,7 +205,8 @@ def row_scales(scales_EHG: Tensor, outputs: int) -> Tensor:
     blocks = scales_EHG.shape[1]
     if blocks == outputs:
         return scales_EHG
-    covered = max(BLOCK, -(-outputs // blocks))
+    even = blocks_for(outputs, blocks)
+    covered = max(BLOCK, even)
     scales_of_outputs = scales_EHG.repeat_interleave(covered, 1)
     return scales_of_outputs[:, :outputs]
 
@@ -192,27 +214,30 @@ def row_scales(scales_EHG: Tensor, outputs: int) -> Tensor:
 def expert_scales(scales_MD1: Tensor, tiles: RowTiles) -> Tensor:
     """The scales of each expert, which all of its tiles have; 1 for an expert without rows."""
     last_tile = len(scales_MD1) - 1
-    first_tile_E = tiles.first_tile_E.clamp(max=last_tile).long()
-    zero = tiles.ends_E.new_zeros(1)
-    rows_E = tiles.ends_E.diff(prepend=zero)
-    has_rows_E = rows_E > 0
-    scales_ED = scales_MD1[first_tile_E, :, 0]
-    return torch.where(has_rows_E[:, None], scales_ED, 1.0)
+    first_tile_E = tiles.first_tile_E.clamp(max=last_tile)
+    scales_MD = scales_MD1[..., 0]
+    scales_ED = scales_MD[first_tile_E.long()]
+    rows_E = rows_of_experts(tiles.ends_E)
+    has_rows_E1 = rows_E[:, None] > 0
+    return torch.where(has_rows_E1, scales_ED, 1.0)
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a b + c of fp32 numbers, rounded once but for the sum's fp64, whose own rounding shows in one of 2^29 sums."""
-    exact = a.double() * b.double()
-    total = exact + c.double()
+    wide_a = a.double()
+    wide_b = b.double()
+    total = wide_a * wide_b + c.double()
     return total.float()
 
 
 def rows_of_tiles(y_PN: Tensor, tiles: RowTiles, rows: int) -> Tensor:
     """The rows without padding, in their own order."""
     index_P = padded_index(tiles)
-    y_RN = y_PN.new_zeros(rows + 1, y_PN.shape[1])  # padding goes to the last row, which is dropped
-    target_P = torch.where(index_P < 0, rows, index_P).long()
-    y_RN[target_P] = y_PN
+    is_padding_P = index_P < 0
+    target_P = torch.where(is_padding_P, rows, index_P)
+    width = y_PN.shape[1]
+    y_RN = y_PN.new_zeros(rows + 1, width)  # padding goes to the last row, which is dropped
+    y_RN[target_P.long()] = y_PN
     return y_RN[:rows]
 
 
@@ -226,6 +251,11 @@ class ProductCase(NamedTuple):
     counts: list[int]
     inputs: int
     outputs: int
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        experts = len(self.counts)
+        return experts, self.outputs, self.inputs
 
 
 PRODUCT_CASES = [
@@ -248,19 +278,24 @@ class CaseRows(NamedTuple):
 
 
 def case_rows(draw: CaseInputs, case: ProductCase) -> CaseRows:
-    counts_E = torch.tensor(case.counts, device=draw.device)
-    ends_E = counts_E.cumsum(0)
+    ends_E = ends_of_experts(case.counts, draw.device)
     rows = sum(case.counts)
+    tiles = row_tiles(ends_E, rows)
     some_rows = max(rows, 1)
     x_RD = draw.normal(some_rows, case.inputs)
     dy_RN = draw.normal(some_rows, case.outputs, seed=1)
-    return CaseRows(row_tiles(ends_E, rows), rows, x_RD, dy_RN)
+    return CaseRows(tiles, rows, x_RD, dy_RN)
 
 
 def case_gradient(draw: CaseInputs, case: ProductCase, add: bool) -> Tensor:
     """Memory of a gradient in the weight's own type; a running sum is wide."""
     make = draw.wide if add else draw.normal
-    return make(len(case.counts), case.outputs, case.inputs, seed=2)
+    return make(*case.weight_shape, seed=2)
+
+
+def names_of_ways(case: ProductCase) -> dict[str, bool]:
+    """Names of the case, and whether the gradient is added to what is there."""
+    return {case.name: False, f"{case.name}, added": True}
 
 
 @fp8_product.register_cases
@@ -268,17 +303,20 @@ def fp8_product_cases(draw: CaseInputs) -> Cases:
     rule = ScaleRule()
     for case in PRODUCT_CASES:
         tiles, rows, x_RD, _ = case_rows(draw, case)
-        w_END = draw.normal(len(case.counts), case.outputs, case.inputs, seed=1)
+        w_END = draw.normal(*case.weight_shape, seed=1)
         # scales of blocks
         x = quantise_tiles(x_RD, tiles, rule, rows="block")
         w = quantise_weight(w_END, "block", rule)
-        inputs = (x.rows, w.forward, tiles, rows, "block", draw.dtype)
+        operands = (x.rows, w.forward, tiles, rows)
+        inputs = (*operands, "block", draw.dtype)
         yield KernelCase(f"{case.name}, scales of blocks", inputs)
         # scales of channels
-        ones_P = torch.ones(tiles.padded_rows, device=draw.device)
+        padded_rows = tiles.padded_rows
+        ones_P = torch.ones(padded_rows, device=draw.device)
         x = quantise_tiles(x_RD, tiles, rule, rows=ones_P)
         w = quantise_weight(w_END, "channel", rule)
-        inputs = (x.rows, w.forward, tiles, rows, "promoted", draw.dtype)
+        operands = (x.rows, w.forward, tiles, rows)
+        inputs = (*operands, "promoted", draw.dtype)
         yield KernelCase(f"{case.name}, scales of channels", inputs)
 
 
@@ -288,19 +326,26 @@ def fp8_weight_product_cases(draw: CaseInputs) -> Cases:
     for case in PRODUCT_CASES:
         tiles, _, x_RD, dy_RN = case_rows(draw, case)
         # scales of blocks
-        x = quantise_tiles(x_RD, tiles, rule, columns="block").columns
-        dy = quantise_tiles(dy_RN, tiles, rule, columns="block").columns
-        for add, name in ((False, case.name), (True, f"{case.name}, added")):
+        x = quantise_tiles(x_RD, tiles, rule, columns="block")
+        dy = quantise_tiles(dy_RN, tiles, rule, columns="block")
+        operands = (dy.columns, x.columns, tiles)
+        ways = names_of_ways(case)
+        for name, add in ways.items():
             out_END = case_gradient(draw, case, add)
-            yield KernelCase(name, (dy, x, tiles, "block", out_END, add))
+            inputs = (*operands, "block", out_END, add)
+            yield KernelCase(name, inputs)
         # scales of channels
         tile_count = len(tiles.tiles_M4)
-        ones_MN = torch.ones(tile_count, case.outputs, device=draw.device)
-        ones_MD = torch.ones(tile_count, case.inputs, device=draw.device)
-        x = quantise_tiles(x_RD, tiles, rule, columns=ones_MD / 64).columns
-        dy = quantise_tiles(dy_RN, tiles, rule, columns=ones_MN / 32).columns
+        ones_M1 = torch.ones(tile_count, 1, device=draw.device)
+        scales_M1 = ones_M1 / 64
+        scales_MD = scales_M1.repeat(1, case.inputs)
+        scales_M1 = ones_M1 / 32
+        scales_MN = scales_M1.repeat(1, case.outputs)
+        x = quantise_tiles(x_RD, tiles, rule, columns=scales_MD)
+        dy = quantise_tiles(dy_RN, tiles, rule, columns=scales_MN)
         out_END = case_gradient(draw, case, add=False)
-        inputs = (dy, x, tiles, "promoted", out_END)
+        operands = (dy.columns, x.columns, tiles)
+        inputs = (*operands, "promoted", out_END)
         yield KernelCase(f"{case.name}, scales of channels", inputs)
 
 
@@ -310,6 +355,8 @@ def tile_weight_product_cases(draw: CaseInputs) -> Cases:
         tiles, _, x_RD, dy_RN = case_rows(draw, case)
         x_PD = pad_to_tiles(x_RD, tiles)
         dy_PN = pad_to_tiles(dy_RN, tiles)
-        for add, name in ((False, case.name), (True, f"{case.name}, added")):
+        ways = names_of_ways(case)
+        for name, add in ways.items():
             out_END = case_gradient(draw, case, add)
-            yield KernelCase(name, (dy_PN, x_PD, tiles, out_END, add))
+            inputs = (dy_PN, x_PD, tiles, out_END, add)
+            yield KernelCase(name, inputs)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
-from moefold.kernels.linear.product import PLAIN, ExpertRows, Operand, Recipe, WeightAndBias, multiply
+from moefold.kernels.linear.matmul import tiled_product
+from moefold.kernels.linear.product import PLAIN, ExpertRows, Operand, Recipe, WeightAndBias, multiply, widened
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.layout.gradient_sink import memory_for_gradient
 
@@ -27,20 +28,25 @@ class DenseProducts:
 
     def forward(self, x: Operand, w: Operand, bias: Tensor | None) -> Tensor:
         x_TD = x.dequantised()
+        w_ND = w.dequantised()
+        wide_x_TD = widened(x_TD)
+        wide_w_ND = widened(w_ND)
         if bias is not None:
-            bias = bias.to(x_TD.dtype)
-        return F.linear(x_TD, w.dequantised(), bias)
+            bias = bias.to(wide_x_TD.dtype)
+        y_TN = F.linear(wide_x_TD, wide_w_ND, bias)
+        return y_TN.to(x_TD.dtype)
 
     def data(self, dy: Operand, w: Operand, into: Tensor | None) -> Tensor:
-        dx_TD = dy.dequantised() @ w.dequantised()
-        if into is None:
-            return dx_TD
-        return into.add_(dx_TD)
+        dy_TN = dy.dequantised()
+        w_ND = w.dequantised()
+        wide_dx_TD = widened(dy_TN) @ widened(w_ND)
+        dx_TD = wide_dx_TD.to(dy_TN.dtype)
+        return dx_TD if into is None else into.add_(dx_TD)
 
     def weight(self, dy: Operand, x: Operand, weight: Tensor) -> Tensor | None:
-        dy_TN = dy.along_columns().dequantised()
-        x_TD = x.along_columns().dequantised()
-        dw_ND = dy_TN.T @ x_TD
+        dy_TN = dy.dequantised_columns()
+        x_TD = x.dequantised_columns()
+        dw_ND = widened(dy_TN).T @ widened(x_TD)
         return dw_ND.to(weight.dtype)
 
 
@@ -56,19 +62,24 @@ class FusedDgradProducts(DenseProducts):
         return into.addmm_(dy_TN, w_ND)
 
     def weight(self, dy: Operand, x: Operand, weight: Tensor) -> Tensor | None:
-        dy_TN = dy.along_columns().dequantised()
-        x_TD = x.along_columns().dequantised()
+        dy_TN = dy.dequantised_columns()
+        x_TD = x.dequantised_columns()
         if x_TD.dtype != weight.dtype:  # scales of another type: the product has that type, and is rounded after
             return super().weight(dy, x, weight)
-        return torch.mm(dy_TN.T, x_TD, out=memory_for_gradient(weight))
+        dw_ND = memory_for_gradient(weight)
+        dy_NT = dy_TN.T
+        return torch.mm(dy_NT, x_TD, out=dw_ND)
 
+
+Layers = Sequence[WeightAndBias]
+Outputs = tuple[Tensor, ...]  # of each layer
 
 DENSE_PRODUCTS = DenseProducts()
 FUSED_DGRAD_PRODUCTS = FusedDgradProducts()
 
 
 @register_op
-def linear(x: Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN) -> tuple[Tensor, ...]:
+def linear(x: Tensor, layers: Layers, recipe: Recipe = PLAIN) -> Outputs:
     """The output of each layer. Each is a node of its own: autograd sums the input gradients."""
     outputs: list[Tensor] = []
     for layer in layers:
@@ -77,8 +88,29 @@ def linear(x: Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN) -
 
 
 @linear.register_fast("fused_dgrad")
-def linear_fused_dgrad(x: Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN) -> tuple[Tensor, ...]:
+def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipe = PLAIN) -> Outputs:
     return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS)
+
+
+class TiledProducts(DenseProducts):
+    """Forward multiplies rows in tiles: the bits of a row do not depend on the others."""
+
+    def forward(self, x: Operand, w: Operand, bias: Tensor | None) -> Tensor:
+        x_TD = x.dequantised()
+        w_ND = w.dequantised()
+        y_TN = tiled_product(x_TD, w_ND)
+        if bias is None:
+            return y_TN
+        bias = bias.to(y_TN.dtype)
+        return y_TN + bias
+
+
+TILED_PRODUCTS = TiledProducts()
+
+
+@linear.register_fast("invariant")
+def linear_invariant(x: Tensor, layers: Layers, recipe: Recipe = PLAIN) -> Outputs:
+    return multiply(x, layers, recipe, TILED_PRODUCTS)
 
 
 class LinearShape(NamedTuple):
@@ -99,19 +131,25 @@ LINEAR_SHAPES = [
 @linear.register_cases
 def linear_cases(draw: CaseInputs) -> Cases:
     for shape in LINEAR_SHAPES:
-        lead, d, outputs, biased = shape
+        d = shape.inputs
+        scale = d**-0.5
         layers: list[WeightAndBias] = []
-        for i, n in enumerate(outputs):
-            scale = d**-0.5
-            weight = draw.normal(n, d, seed=i + 1, scale=scale)
+        for seed, n in enumerate(shape.outputs, 1):
+            weight = draw.normal(n, d, seed=seed, scale=scale)
             layers.append((weight, None))
-        if biased:
-            bias = draw.normal(outputs[0], seed=20)
-            layers[0] = (layers[0][0], bias)
+        if shape.biased:
+            weight, _ = layers[0]
+            width = len(weight)
+            bias = draw.normal(width, seed=20)
+            layers[0] = (weight, bias)
+        lead = shape.lead
         x = draw.normal(*lead, d)
-        rows = "x".join(map(str, lead))
-        widths = ", ".join(map(str, outputs))
-        yield KernelCase(f"{rows} rows of {d} to {widths}", (x, layers))
+        sizes = map(str, lead)
+        rows = "x".join(sizes)
+        sizes = map(str, shape.outputs)
+        widths = ", ".join(sizes)
+        name = f"{rows} rows of {d} to {widths}"
+        yield KernelCase(name, (x, layers))
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -134,20 +172,22 @@ class GroupedProducts:
     def forward(self, x: Operand, w: Operand, bias: Tensor | None) -> Tensor:
         """Experts' biases are an op of their own (kernels/experts/expert_bias.py)."""
         x_RD = x.dequantised()
-        return self.gemms.rows(x_RD, w.dequantised(), self.ends_E)
+        w_END = w.dequantised()
+        multiply_rows = self.gemms.rows
+        return multiply_rows(x_RD, w_END, self.ends_E)
 
     def data(self, dy: Operand, w: Operand, into: Tensor | None) -> Tensor:
         dy_RN = dy.dequantised().contiguous()  # grouped GEMMs refuse expanded gradients, such as those of a plain sum
         w_EDN = w.dequantised().mT
-        dx_RD = self.gemms.rows(dy_RN, w_EDN, self.ends_E)
-        if into is None:
-            return dx_RD
-        return into.add_(dx_RD)
+        multiply_rows = self.gemms.rows
+        dx_RD = multiply_rows(dy_RN, w_EDN, self.ends_E)
+        return dx_RD if into is None else into.add_(dx_RD)
 
     def weight(self, dy: Operand, x: Operand, weight: Tensor) -> Tensor | None:
-        dy_RN = dy.along_columns().dequantised()
-        x_RD = x.along_columns().dequantised()
-        dw_END = self.gemms.weight(dy_RN.contiguous(), x_RD, self.ends_E)
+        dy_RN = dy.dequantised_columns().contiguous()
+        x_RD = x.dequantised_columns()
+        multiply_columns = self.gemms.weight
+        dw_END = multiply_columns(dy_RN, x_RD, self.ends_E)
         return dw_END.to(weight.dtype)
 
 
@@ -166,8 +206,8 @@ def grouped_linear(
     products = GroupedProducts(gemms, ends_E)
     layer = (w_END, None)
     rows = ExpertRows(ends_E, are_tokens)
-    (y_RN,) = multiply(x_RD, [layer], recipe, products, rows)
-    return y_RN
+    outputs = multiply(x_RD, [layer], recipe, products, rows)
+    return outputs[0]
 
 
 @grouped_linear.register_cases

@@ -13,7 +13,7 @@ products.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
@@ -42,7 +42,25 @@ def ends_of_rows(x: Tensor, rows: ExpertRows | None) -> Tensor:
     """Where each expert's rows end. Without `rows`, x is the input of a dense layer: one expert."""
     if rows is not None:
         return rows.ends_E
-    return torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+    count = len(x)
+    return x.new_full((1,), count, dtype=torch.int32)
+
+
+@cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this machine's processor has instructions for products of this type."""
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return True
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in the type in which its device multiplies it."""
+    if x.device.type != "cpu" or cpu_multiplies(x.dtype):
+        return x
+    return x.float()
 
 
 class Operand(NamedTuple):
@@ -58,14 +76,20 @@ class Operand(NamedTuple):
             return self.rows
         scales = self.scales
         for dim, size in enumerate(self.rows.shape):
-            block = -(-size // scales.shape[dim])
+            blocks = scales.shape[dim]
+            block = -(-size // blocks)
             scales = scales.repeat_interleave(block, dim)
             scales = scales.narrow(dim, 0, size)  # the last block may be cut short
-        return self.rows.to(scales.dtype) * scales
+        values = self.rows.to(scales.dtype)
+        return values * scales
 
     def along_columns(self) -> Operand:
         """The operand of the weight gradient."""
         return self if self.columns is None else self.columns
+
+    def dequantised_columns(self) -> Tensor:
+        columns = self.along_columns()
+        return columns.dequantised()
 
 
 class Recipe(Protocol):
@@ -156,8 +180,12 @@ def multiply(
     biases = [bias for _, bias in layers]
     number_R = None
     if recipe.rounds_by_token:
-        number_R = numbers_of_rows(prod(x.shape[:-1]), x.device)
-    call = ProductCall(recipe, recipe.products or products, len(layers), rows, number_R)
+        *lead, _ = x.shape
+        row_count = prod(lead)
+        number_R = numbers_of_rows(row_count, x.device)
+    own_products = recipe.products or products
+    count = len(layers)
+    call = ProductCall(recipe, own_products, count, rows, number_R)
     return LinearProduct.apply(call, x, *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
@@ -170,19 +198,25 @@ class LinearProduct(torch.autograd.Function):
         recipe, products, layers, rows, _ = call
         weights = tensors[:layers]
         biases = tensors[layers:]
-        x_operand = recipe.input(x.flatten(0, -2), rows)
+        *lead, _ = x.shape
+        x_TD = x.flatten(0, -2)
+        x_operand = recipe.input(x_TD, rows)
         outputs: list[Tensor] = []
         for weight, bias in zip(weights, biases, strict=True):
-            y = products.forward(x_operand, recipe.weight(weight), bias)
-            y_shape = (*x.shape[:-1], y.shape[-1])
-            outputs.append(y.to(x.dtype).view(y_shape))
+            w_operand = recipe.weight(weight)
+            y = products.forward(x_operand, w_operand, bias)
+            y = y.to(x.dtype)
+            width = y.shape[-1]
+            y = y.view(*lead, width)
+            outputs.append(y)
         # What backward needs; the input only if some weight is trained.
         ctx.call = call
         ctx.weights = weights
         ctx.x_shape = x.shape
         ctx.x_dtype = x.dtype
         kept = None
-        if any(ctx.needs_input_grad[2 : 2 + layers]):
+        trained = ctx.needs_input_grad[2 : 2 + layers]
+        if any(trained):
             kept = kept_operand(x_operand, recipe.keeps)
         ctx.kept_form = without_tensors(kept)
         ctx.save_for_backward(*tensors_of(kept))
@@ -191,16 +225,19 @@ class LinearProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recipe, products, layers, rows, number_R = ctx.call
-        x_operand = with_tensors(ctx.kept_form, iter(ctx.saved_tensors))
+        leaves = iter(ctx.saved_tensors)
+        x_operand = with_tensors(ctx.kept_form, leaves)
         _, needs_dx, *needed = ctx.needs_input_grad
         dx: Tensor | None = None
         d_weights: list[Tensor | None] = [None] * layers
         d_biases: list[Tensor | None] = [None] * layers
         for i, weight in enumerate(ctx.weights):
-            dy = gradients[i].flatten(0, -2)
+            gradient = gradients[i]
+            dy = gradient.flatten(0, -2)
             dy_operand = recipe.gradient(dy, rows, number_R)
             if needs_dx:  # summed over the layers
-                dx = products.data(dy_operand, recipe.weight(weight), dx)
+                w_operand = recipe.weight(weight)
+                dx = products.data(dy_operand, w_operand, dx)
             if needed[i]:
                 dy_columns = dy_operand.along_columns()
                 compute_wgrad = partial(products.weight, dy_columns, x_operand, weight)
@@ -208,7 +245,8 @@ class LinearProduct(torch.autograd.Function):
             if needed[layers + i]:
                 d_biases[i] = dy.sum(0)
         if dx is not None:
-            dx = dx.to(ctx.x_dtype).view(ctx.x_shape)
+            dx = dx.to(ctx.x_dtype)
+            dx = dx.view(ctx.x_shape)
         return None, dx, *d_weights, *d_biases
 
 

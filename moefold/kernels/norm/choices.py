@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moefold.kernels.choice import Choice, Choices, always_runs, triton_computes
+from moefold.kernels.facts import Facts
 
 TRITON_NORM = Choice(
     "triton",
@@ -10,9 +11,16 @@ TRITON_NORM = Choice(
     "cuda with Triton, fp32 or bf16",
     "one pass each way; the weight's gradient without atomics",
 )
+
+
+def rope_kernel_runs(facts: Facts) -> bool:
+    """Where bits may not depend on the batch, positions begin anew with each document: angles by sequence."""
+    return triton_computes(facts) and not facts.invariant
+
+
 TRITON_ROPE = Choice(
     "triton",
-    triton_computes,
+    rope_kernel_runs,
     "cuda with Triton, fp32 or bf16",
     "one pass each way, angles read once for all heads of a token",
 )

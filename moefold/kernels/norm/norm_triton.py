@@ -8,6 +8,8 @@ the same bits every run.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,15 +29,26 @@ from moefold.layout.gradient_sink import memory_for_gradient
 WARPS = 4224  # of backward's programs: thirty-two for each multiprocessor of an H200, resident at once on 64 registers
 
 
+class MatrixTile(NamedTuple):
+    """A tile of a matrix: numbers of its rows and columns, and how many rows and columns the matrix has."""
+
+    n: Any
+    d: Any
+    N: Any
+    D: Any
+
+
 @triton.jit
-def load_rows(x_ND, n, d, N, D):
+def load_rows(x_ND, tile):
+    n, d, N, D = tile
     at = tile_pointers(x_ND, n, d, D)
     inside = tile_mask(n < N, d < D)
     return load_or_zero(at, inside)
 
 
 @triton.jit
-def store_rows(out_ND, value, n, d, N, D):
+def store_rows(out_ND, value, tile):
+    n, d, N, D = tile
     at = tile_pointers(out_ND, n, d, D)
     rounded = value.to(out_ND.dtype.element_ty)
     inside = tile_mask(n < N, d < D)
@@ -54,23 +67,27 @@ def rmsnorm_forward_kernel(x_ND, added_ND, w_D, sum_ND, y_ND, inverse_N, N, D, e
     program = wide_program_id(0)
     n = program * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
-    x = load_rows(x_ND, n, d, N, D)
+    tile = MatrixTile(n, d, N, D)
+    x = load_rows(x_ND, tile)
     x = x.to(tl.float32)
     # residual add: the norm is of the rounded sum, as stored
     if added_ND is not None:
-        added = load_rows(added_ND, n, d, N, D)
+        added = load_rows(added_ND, tile)
         total = x + added.to(tl.float32)
         rounded = total.to(sum_ND.dtype.element_ty)
-        store_rows(sum_ND, rounded, n, d, N, D)
+        store_rows(sum_ND, rounded, tile)
         x = rounded.to(tl.float32)
     # one over the root mean square of each row
-    mean_square = tl.sum(x * x, 1) / D
+    squares = x * x
+    mean_square = tl.sum(squares, 1) / D
     inverse = tl.rsqrt(mean_square + eps)
-    tl.store(inverse_N + n, inverse, mask=n < N)
+    inside = n < N
+    tl.store(inverse_N + n, inverse, mask=inside)
     # the norm, times the weight
     w = load_as_fp32(w_D + d, d < D)
-    y = x * inverse[:, None] * w[None, :]
-    store_rows(y_ND, y, n, d, N, D)
+    normed = x * inverse[:, None]
+    y = normed * w[None, :]
+    store_rows(y_ND, y, tile)
 
 
 @triton.jit
@@ -86,42 +103,48 @@ def rmsnorm_backward_kernel(
     step = tl.num_programs(0) * ROWS
     n = first + tl.arange(0, ROWS)
     n = n.to(tl.int64)
-    dy = load_rows(dy_ND, n, d, N, D)
-    x = load_rows(x_ND, n, d, N, D)
+    first_tile = MatrixTile(n, d, N, D)
+    dy = load_rows(dy_ND, first_tile)
+    x = load_rows(x_ND, first_tile)
     if also_ND is not None:
-        also = load_rows(also_ND, n, d, N, D)
+        also = load_rows(also_ND, first_tile)
     if ds_ND is not None:
-        ds = load_rows(ds_ND, n, d, N, D)
+        ds = load_rows(ds_ND, first_tile)
     inverse = load_inverse(inverse_N, n, N)
     # main loop over this program's rows
     for _ in range(first, N, step):
         # prefetch the next rows
         ahead = n + step
-        next_dy = load_rows(dy_ND, ahead, d, N, D)
-        next_x = load_rows(x_ND, ahead, d, N, D)
+        next_tile = MatrixTile(ahead, d, N, D)
+        next_dy = load_rows(dy_ND, next_tile)
+        next_x = load_rows(x_ND, next_tile)
         if also_ND is not None:
-            next_also = load_rows(also_ND, ahead, d, N, D)
+            next_also = load_rows(also_ND, next_tile)
         if ds_ND is not None:
-            next_ds = load_rows(ds_ND, ahead, d, N, D)
+            next_ds = load_rows(ds_ND, next_tile)
         next_inverse = load_inverse(inverse_N, ahead, N)
         # the normed rows, and the gradient of what became of them
-        unit = x.to(tl.float32) * inverse
+        wide = x.to(tl.float32)
+        unit = wide * inverse
         g = dy.to(tl.float32)
         if also_ND is not None:
             g += also.to(tl.float32)
             also = next_also
         # gradient of the weight
-        dw += tl.sum(g * unit, 0)
+        summands = g * unit
+        dw += tl.sum(summands, 0)
         # gradient of these rows
         w = load_as_fp32(w_D + d, d < D)  # again from the cache, to save registers
         g *= w[None, :]
-        along = tl.sum(g * unit, 1) / D
+        products = g * unit
+        along = tl.sum(products, 1) / D
         across = g - unit * along[:, None]
         dx = across * inverse
         if ds_ND is not None:
             dx += ds.to(tl.float32)
             ds = next_ds
-        store_rows(dx_ND, dx, n, d, N, D)
+        tile = MatrixTile(n, d, N, D)
+        store_rows(dx_ND, dx, tile)
         # the next rows are these rows now
         n = ahead
         dy = next_dy
@@ -130,7 +153,8 @@ def rmsnorm_backward_kernel(
     # epilogue: this program's summand of the weight's gradient
     program = wide_program_id(0)
     line = dw_PD + program * D
-    tl.store(line + d, dw, mask=d < D)
+    inside = d < D
+    tl.store(line + d, dw, mask=inside)
 
 
 @triton.jit
@@ -139,18 +163,21 @@ def column_sums_kernel(x_PD, out_D, P, D, ROWS: constexpr, COLS: constexpr):
     total = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, P, ROWS):
         p = first + tl.arange(0, ROWS)
-        total += load_rows(x_PD, p, d, P, D)
+        tile = MatrixTile(p, d, P, D)
+        total += load_rows(x_PD, tile)
     column = tl.sum(total, 0)
     rounded = column.to(out_D.dtype.element_ty)
-    tl.store(out_D + d, rounded, mask=d < D)
+    inside = d < D
+    tl.store(out_D + d, rounded, mask=inside)
 
 
 def weight_gradient(dw_PD: Tensor, weight: Tensor) -> Tensor:
     """The sum over programs, written where the weight's gradient belongs."""
     p, d = dw_PD.shape
     out = memory_for_gradient(weight)
-    grid = (triton.cdiv(d, 16),)
-    column_sums_kernel[grid](dw_PD, out, p, d, 128, 16)
+    programs = triton.cdiv(d, 16)
+    launch = column_sums_kernel[(programs,)]
+    launch(dw_PD, out, p, d, 128, 16)
     return out
 
 
@@ -160,7 +187,8 @@ def rmsnorm_tile_shape(d: int, elements_per_thread: int) -> dict[str, int]:
     rows = max(1, 2048 // width)
     threads = rows * width // elements_per_thread
     warps = max(4, threads // 32)
-    warps = min(256 // elements_per_thread, warps)
+    most_warps = 256 // elements_per_thread
+    warps = min(most_warps, warps)
     return {"ROWS": rows, "WIDTH": width, "num_warps": warps}
 
 
@@ -168,7 +196,10 @@ def contiguous_or_none(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def rmsnorm_forward(x: Tensor, added: Tensor | None, w_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+SumNormInverse = tuple[Tensor, Tensor, Tensor]
+
+
+def rmsnorm_forward(x: Tensor, added: Tensor | None, w_D: Tensor, eps: float) -> SumNormInverse:
     """(the sum, or x itself; its norm times the weight; one over its root mean square)."""
     d = x.shape[-1]
     n = x.numel() // d
@@ -179,9 +210,10 @@ def rmsnorm_forward(x: Tensor, added: Tensor | None, w_D: Tensor, eps: float) ->
     inverse_N = x.new_empty(n, dtype=torch.float32)
     tile = rmsnorm_tile_shape(d, 16)
     if n:
-        grid = (triton.cdiv(n, tile["ROWS"]),)
-        launch = rmsnorm_forward_kernel[grid]
-        launch(x, added, w_D, total, y, inverse_N, n, d, eps, **tile)
+        programs = triton.cdiv(n, tile["ROWS"])
+        launch = rmsnorm_forward_kernel[(programs,)]
+        tensors = (x, added, w_D, total, y, inverse_N)
+        launch(*tensors, n, d, eps, **tile)
     return total, y, inverse_N
 
 

@@ -17,10 +17,13 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 @register_op
 def rmsnorm(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
-    wide = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
-    mean_square = wide.square().mean(-1, keepdim=True)
-    normed = wide * torch.rsqrt(mean_square + eps)
-    weighted = normed * w_D.to(normed.dtype)
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    wide = x_TD.to(dtype)
+    squares = wide.square()
+    mean_square = squares.mean(-1, keepdim=True)
+    inverse = torch.rsqrt(mean_square + eps)
+    normed = wide * inverse
+    weighted = normed * w_D.to(dtype)
     return weighted.to(x_TD.dtype)
 
 
@@ -52,7 +55,8 @@ class RmsNormFunction(torch.autograd.Function):
 
         x_TD, inverse_T = ctx.saved_tensors
         dy_TD = gradients[0]
-        dx_TD, dw_D = norm_triton.rmsnorm_backward(dy_TD, None, x_TD, ctx.weight, inverse_T, None)
+        weight = ctx.weight
+        dx_TD, dw_D = norm_triton.rmsnorm_backward(dy_TD, None, x_TD, weight, inverse_T, None)
         return dx_TD, dw_D, None
 
 
@@ -69,7 +73,8 @@ def rmsnorm_cases(draw: CaseInputs) -> Cases:
     for *lead, d in RMSNORM_CASE_SIZES:
         x = draw.normal(*lead, d)
         w = draw.normal(d, seed=1)
-        rows = "x".join(map(str, lead))
+        sizes = map(str, lead)
+        rows = "x".join(sizes)
         yield KernelCase(f"{rows} rows of {d}", (x, w, 1e-6))
 
 
@@ -79,9 +84,15 @@ SumAndNorms = tuple[Tensor, Tensor, Tensor]  # s, h, h
 @register_op
 def add_rmsnorm(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: float) -> SumAndNorms:
     """(s, h, h). Before the first layer there is nothing to add, and s is x."""
-    s_TD = x_TD if added_TD is None else x_TD + added_TD
+    s_TD = add_unless_none(x_TD, added_TD)
     h_TD = rmsnorm(s_TD, w_D, eps)
     return s_TD, h_TD, h_TD
+
+
+def add_unless_none(x_TD: Tensor, added_TD: Tensor | None) -> Tensor:
+    if added_TD is None:
+        return x_TD
+    return x_TD + added_TD
 
 
 @add_rmsnorm.register_fast("triton")
@@ -91,7 +102,7 @@ def add_rmsnorm_triton(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: 
 
 @add_rmsnorm.register_fast("torch")
 def add_rmsnorm_torch(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: float) -> SumAndNorms:
-    s_TD = x_TD if added_TD is None else x_TD + added_TD
+    s_TD = add_unless_none(x_TD, added_TD)
     h_TD = F.rms_norm(s_TD, w_D.shape, w_D, eps)
     return s_TD, h_TD, h_TD
 
@@ -120,7 +131,9 @@ class AddRmsNormFunction(torch.autograd.Function):
         dw_D = None
         if dh_TD is not None:
             s_TD, inverse_T = ctx.saved_tensors
-            ds_TD, dw_D = norm_triton.rmsnorm_backward(dh_TD, also_TD, s_TD, ctx.weight, inverse_T, ds_TD)
+            weight = ctx.weight
+            found = norm_triton.rmsnorm_backward(dh_TD, also_TD, s_TD, weight, inverse_T, ds_TD)
+            ds_TD, dw_D = found
         d_added_TD = ds_TD if ctx.adds else None
         return ds_TD, d_added_TD, dw_D, None
 
@@ -139,5 +152,8 @@ def add_rmsnorm_cases(draw: CaseInputs) -> Cases:
         x = draw.normal(t, d)
         added = draw.normal(t, d, seed=1)
         w = draw.normal(d, seed=2)
-        yield KernelCase(f"{t} rows of {d}", (x, added, w, 1e-6))
-        yield KernelCase(f"{t} rows of {d}, nothing added", (x, None, w, 1e-6))
+        about = f"{t} rows of {d}"
+        inputs = (x, added, w, 1e-6)
+        yield KernelCase(about, inputs)
+        inputs = (x, None, w, 1e-6)
+        yield KernelCase(f"{about}, nothing added", inputs)

@@ -17,7 +17,8 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 
 class RopeAngles(NamedTuple):
-    """Cosines and sines of the rotation at each position, in fp32 or better. They are constants."""
+    """Cosines and sines of the rotation at each position, in fp32 or better. They are constants. Where positions differ
+    from sequence to sequence, they are (B, S, d)."""
 
     cos_Sd: Tensor
     sin_Sd: Tensor
@@ -25,13 +26,15 @@ class RopeAngles(NamedTuple):
 
 @register_op
 def rope(x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
-    cos = angles.cos_Sd[:, None, :]
-    sin = angles.sin_Sd[:, None, :]
-    wide = torch.promote_types(x_BSHD.dtype, cos.dtype)
-    a, b = x_BSHD.to(wide).chunk(2, dim=-1)
+    cos = angles.cos_Sd.unsqueeze(-2)
+    sin = angles.sin_Sd.unsqueeze(-2)
+    dtype = torch.promote_types(x_BSHD.dtype, cos.dtype)
+    wide = x_BSHD.to(dtype)
+    a, b = wide.chunk(2, dim=-1)
     first = a * cos - b * sin
     second = b * cos + a * sin
-    rotated = torch.cat((first, second), dim=-1)
+    both = (first, second)
+    rotated = torch.cat(both, dim=-1)
     return rotated.to(x_BSHD.dtype)
 
 
@@ -54,7 +57,9 @@ class RopeFunction(torch.autograd.Function):
     def backward(ctx, *gradients):
         from moefold.kernels.norm.rope_triton import rotate_heads
 
-        return rotate_heads(gradients[0], None, ctx.angles, back=True), None
+        dy_BSHD = gradients[0]
+        dx_BSHD = rotate_heads(dy_BSHD, None, ctx.angles, back=True)
+        return dx_BSHD, None
 
 
 ROPE_CASE_SIZES = [  # B, S, H, D
@@ -73,7 +78,8 @@ def rope_cases(draw: CaseInputs) -> Cases:
 
 
 def random_rope_angles(draw: CaseInputs, s: int, d: int) -> RopeAngles:
-    angle = draw.wide(s, d // 2, scale=3.0)
+    half = d // 2
+    angle = draw.wide(s, half, scale=3.0)
     return RopeAngles(angle.cos(), angle.sin())
 
 
@@ -94,7 +100,8 @@ def norm_rope(
     each_head = w.numel() == x_BSHD.shape[-1]
     rows = x_BSHD if each_head else x_BSHD.flatten(-2)
     normed = norm(rows, w, eps)
-    return rotate(normed.view(x_BSHD.shape), angles)
+    normed_BSHD = normed.view(x_BSHD.shape)
+    return rotate(normed_BSHD, angles)
 
 
 @norm_rope.register_fast("triton")
@@ -128,7 +135,8 @@ class NormRopeFunction(torch.autograd.Function):
 
         (x_BSHD,) = ctx.saved_tensors
         dy_BSHD = gradients[0]
-        dx_BSHD, dw = rope_triton.rotate_heads_backward(dy_BSHD, x_BSHD, ctx.weight, ctx.angles, ctx.eps)
+        fixed = (ctx.weight, ctx.angles, ctx.eps)
+        dx_BSHD, dw = rope_triton.rotate_heads_backward(dy_BSHD, x_BSHD, *fixed)
         return dx_BSHD, dw, None, None
 
 
@@ -144,6 +152,8 @@ def norm_rope_cases(draw: CaseInputs) -> Cases:
     for b, s, h, d in NORM_ROPE_CASE_SIZES:
         x = draw.normal(b, s, h, d)
         angles = random_rope_angles(draw, s, d)
-        for extent, size in {"each head": d, "all heads": h * d}.items():
-            w = draw.normal(size, seed=1)
-            yield KernelCase(f"{b}x{s} {h} heads of {d}, over {extent}", (x, w, angles, 1e-6))
+        about = f"{b}x{s} {h} heads of {d}, over"
+        w = draw.normal(d, seed=1)
+        yield KernelCase(f"{about} each head", (x, w, angles, 1e-6))
+        w = draw.normal(h * d, seed=1)
+        yield KernelCase(f"{about} all heads", (x, w, angles, 1e-6))

@@ -31,6 +31,22 @@ class HeadRows(NamedTuple):
     h_stride: Any
 
 
+class HeadSizes(NamedTuple):
+    """Positions of a sequence, heads of a token, half the width of a head."""
+
+    S: Any
+    H: Any
+    HALF: Any
+
+
+class HeadTile(NamedTuple):
+    """What a kernel is compiled for: over what the norm is, and rows and columns of a token's tile, powers of two."""
+
+    NORM: Any
+    HEADS: Any
+    WIDTH: Any
+
+
 @triton.jit
 def store_halves(at, a, b, HALF, inside):
     tl.store(at, a, mask=inside)
@@ -38,78 +54,109 @@ def store_halves(at, a, b, HALF, inside):
 
 
 @triton.jit
-def load_rotary_halves(heads, token, S, H, HALF, HEADS: constexpr, WIDTH: constexpr):
-    """The two halves of a token's heads."""
-    h = tl.arange(0, HEADS).to(tl.int64)
-    d = tl.arange(0, WIDTH)
-    # where its heads begin, in 64 bits
-    sequence = h * 0 + token // S
-    position = h * 0 + token % S
-    row = h * heads.h_stride + sequence * heads.b_stride + position * heads.s_stride
-    at = heads.x + row[:, None] + d[None, :]
-    inside = tile_mask(h < H, d < HALF)
-    a = load_or_zero(at, inside)
-    b = load_or_zero(at + HALF, inside)
+def halves_as_fp32(halves):
+    a, b = halves
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
     return a, b
 
 
 @triton.jit
-def store_rotary_halves(out, token, a, b, H, HALF, HEADS: constexpr, WIDTH: constexpr):
-    h = tl.arange(0, HEADS).to(tl.int64)
-    d = tl.arange(0, WIDTH)
+def head_mask(h, d, sizes):
+    """Which elements of a token's tile exist, of one half."""
+    return tile_mask(h < sizes.H, d < sizes.HALF)
+
+
+@triton.jit
+def load_rotary_halves(heads, token, sizes, tile):
+    """The two halves of a token's heads."""
+    S = sizes.S
+    h = tl.arange(0, tile.HEADS)
+    h = h.to(tl.int64)
+    d = tl.arange(0, tile.WIDTH)
+    # where its heads begin, in 64 bits
+    sequence = h * 0 + token // S
+    position = h * 0 + token % S
+    row = h * heads.h_stride
+    row += sequence * heads.b_stride
+    row += position * heads.s_stride
+    row_at = heads.x + row[:, None]
+    at = row_at + d[None, :]
+    inside = head_mask(h, d, sizes)
+    a = load_or_zero(at, inside)
+    b = load_or_zero(at + sizes.HALF, inside)
+    return a, b
+
+
+@triton.jit
+def store_rotary_halves(out, token, a, b, sizes, tile):
+    _, H, HALF = sizes
+    h = tl.arange(0, tile.HEADS)
+    h = h.to(tl.int64)
+    d = tl.arange(0, tile.WIDTH)
     token_h = h * 0 + token  # in 64 bits
     head = token_h * H + h
-    at = tile_pointers(out, head, d, HALF * 2)
-    inside = tile_mask(h < H, d < HALF)
+    width = HALF * 2
+    at = tile_pointers(out, head, d, width)
+    inside = head_mask(h, d, sizes)
     a = a.to(out.dtype.element_ty)
     b = b.to(out.dtype.element_ty)
     store_halves(at, a, b, HALF, inside)
 
 
 @triton.jit
-def load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH: constexpr):
-    d = tl.arange(0, WIDTH)
+def load_rope_angles(cos_Sd, sin_Sd, token, sizes, tile):
+    S, _, HALF = sizes
+    d = tl.arange(0, tile.WIDTH)
+    position = token % S
     at = position * HALF + d
-    cos = load_as_fp32(cos_Sd + at, d < HALF)
-    sin = load_as_fp32(sin_Sd + at, d < HALF)
+    cos_at = cos_Sd + at
+    inside = d < HALF
+    cos = load_as_fp32(cos_at, inside)
+    sin_at = sin_Sd + at
+    sin = load_as_fp32(sin_at, inside)
     return cos[None, :], sin[None, :]
 
 
 @triton.jit
-def load_weight_halves(w, H, HALF, NORM: constexpr, HEADS: constexpr, WIDTH: constexpr):
+def load_weight_halves(w, sizes, tile):
     """A norm over one head shares one weight among all heads; a norm over all heads has a weight for each."""
-    h = tl.arange(0, HEADS)
-    d = tl.arange(0, WIDTH)
-    row = h if NORM == "full" else h * 0
-    at = tile_pointers(w, row, d, 2 * HALF)
-    inside = tile_mask(h < H, d < HALF)
+    HALF = sizes.HALF
+    h = tl.arange(0, tile.HEADS)
+    d = tl.arange(0, tile.WIDTH)
+    row = h if tile.NORM == "full" else h * 0
+    width = 2 * HALF
+    at = tile_pointers(w, row, d, width)
+    inside = head_mask(h, d, sizes)
     wa = load_as_fp32(at, inside)
     wb = load_as_fp32(at + HALF, inside)
     return wa, wb
 
 
 @triton.jit
-def norm_size(H, HALF, NORM: constexpr):
+def norm_size(sizes, tile):
     """How many elements are normed together."""
-    heads = H if NORM == "full" else 1
-    return 2 * HALF * heads
+    heads = sizes.H if tile.NORM == "full" else 1
+    return 2 * sizes.HALF * heads
 
 
 @triton.jit
-def sum_per_norm(x, NORM: constexpr):
-    """The sum over the elements that are normed together, to be broadcast over them."""
+def mean_per_norm(x, size, tile):
+    """The mean over the elements that are normed together, to be broadcast over them."""
     per_head = tl.sum(x, 1)
-    if NORM == "full":
-        return tl.sum(per_head, 0)
+    if tile.NORM == "full":
+        total = tl.sum(per_head, 0)
     else:
-        return per_head[:, None]
+        total = per_head[:, None]
+    return total / size
 
 
 @triton.jit
-def inverse_root_mean_square(a, b, size, eps, NORM: constexpr):
+def inverse_root_mean_square(a, b, eps, sizes, tile):
+    size = norm_size(sizes, tile)
     squares = a * a + b * b
-    mean = sum_per_norm(squares, NORM) / size
-    return tl.rsqrt(mean + eps)
+    mean_square = mean_per_norm(squares, size, tile)
+    return tl.rsqrt(mean_square + eps)
 
 
 @triton.jit
@@ -120,25 +167,24 @@ def norm_rope_kernel(
 ):  # fmt: skip
     """One token. BACK rotates the other way."""
     token = tl.program_id(0)
+    sizes = HeadSizes(S, H, HALF)
+    tile: constexpr = HeadTile(NORM, HEADS, WIDTH)
     heads = HeadRows(x, b_stride, s_stride, h_stride)
-    a, b = load_rotary_halves(heads, token, S, H, HALF, HEADS, WIDTH)
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
+    halves = load_rotary_halves(heads, token, sizes, tile)
+    a, b = halves_as_fp32(halves)
     # norm
     if NORM != "none":
-        size = norm_size(H, HALF, NORM)
-        inverse = inverse_root_mean_square(a, b, size, eps, NORM)
-        wa, wb = load_weight_halves(w, H, HALF, NORM, HEADS, WIDTH)
+        inverse = inverse_root_mean_square(a, b, eps, sizes, tile)
+        wa, wb = load_weight_halves(w, sizes, tile)
         a = a * inverse * wa
         b = b * inverse * wb
     # rotation
-    position = token % S
-    cos, sin = load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH)
+    cos, sin = load_rope_angles(cos_Sd, sin_Sd, token, sizes, tile)
     if BACK:
         sin = -sin
     rotated_a = a * cos - b * sin
     rotated_b = b * cos + a * sin
-    store_rotary_halves(out, token, rotated_a, rotated_b, H, HALF, HEADS, WIDTH)
+    store_rotary_halves(out, token, rotated_a, rotated_b, sizes, tile)
 
 
 @triton.jit
@@ -148,33 +194,32 @@ def norm_rope_backward_kernel(
     NORM: constexpr, HEADS: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
     # prologue: the weight, and the first token
-    size = norm_size(H, HALF, NORM)
-    wa, wb = load_weight_halves(w, H, HALF, NORM, HEADS, WIDTH)
+    sizes = HeadSizes(S, H, HALF)
+    tile: constexpr = HeadTile(NORM, HEADS, WIDTH)
+    size = norm_size(sizes, tile)
+    wa, wb = load_weight_halves(w, sizes, tile)
     dwa = tl.zeros([HEADS, WIDTH], tl.float32)
     dwb = tl.zeros([HEADS, WIDTH], tl.float32)
     first = tl.program_id(0)
     step = tl.num_programs(0)
     dy_heads = HeadRows(dy, db_stride, ds_stride, dh_stride)
-    next_ya, next_yb = load_rotary_halves(dy_heads, first, S, H, HALF, HEADS, WIDTH)
+    next_dy = load_rotary_halves(dy_heads, first, sizes, tile)
     x_heads = HeadRows(x, b_stride, s_stride, h_stride)
-    next_a, next_b = load_rotary_halves(x_heads, first, S, H, HALF, HEADS, WIDTH)
+    next_x = load_rotary_halves(x_heads, first, sizes, tile)
     # main loop over this program's tokens
     for token in range(first, T, step):
-        ya = next_ya.to(tl.float32)
-        yb = next_yb.to(tl.float32)
-        a = next_a.to(tl.float32)
-        b = next_b.to(tl.float32)
+        ya, yb = halves_as_fp32(next_dy)
+        a, b = halves_as_fp32(next_x)
         # prefetch the next token
         ahead = tl.minimum(token + step, T - 1)
-        next_ya, next_yb = load_rotary_halves(dy_heads, ahead, S, H, HALF, HEADS, WIDTH)
-        next_a, next_b = load_rotary_halves(x_heads, ahead, S, H, HALF, HEADS, WIDTH)
+        next_dy = load_rotary_halves(dy_heads, ahead, sizes, tile)
+        next_x = load_rotary_halves(x_heads, ahead, sizes, tile)
         # rotate the gradient back
-        position = token % S
-        cos, sin = load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH)
+        cos, sin = load_rope_angles(cos_Sd, sin_Sd, token, sizes, tile)
         ga = ya * cos + yb * sin
         gb = yb * cos - ya * sin
         # the normed heads again
-        inverse = inverse_root_mean_square(a, b, size, eps, NORM)
+        inverse = inverse_root_mean_square(a, b, eps, sizes, tile)
         a = a * inverse
         b = b * inverse
         # gradient of the weight
@@ -184,28 +229,35 @@ def norm_rope_backward_kernel(
         ga = ga * wa
         gb = gb * wb
         products = ga * a + gb * b
-        along = sum_per_norm(products, NORM) / size
-        dxa = (ga - a * along) * inverse
-        dxb = (gb - b * along) * inverse
-        store_rotary_halves(dx, token, dxa, dxb, H, HALF, HEADS, WIDTH)
+        along = mean_per_norm(products, size, tile)
+        across_a = ga - a * along
+        dxa = across_a * inverse
+        across_b = gb - b * along
+        dxb = across_b * inverse
+        store_rotary_halves(dx, token, dxa, dxb, sizes, tile)
     # epilogue: this program's summand of the weight's gradient
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
-    line = dw_PW + first.to(tl.int64) * size
+    program = first.to(tl.int64)
+    line = dw_PW + program * size
     if NORM == "full":
-        at = tile_pointers(line, h, d, 2 * HALF)
-        inside = tile_mask(h < H, d < HALF)
+        width = 2 * HALF
+        at = tile_pointers(line, h, d, width)
+        inside = head_mask(h, d, sizes)
         store_halves(at, dwa, dwb, HALF, inside)
     else:
         dwa_d = tl.sum(dwa, 0)
         dwb_d = tl.sum(dwb, 0)
-        store_halves(line + d, dwa_d, dwb_d, HALF, d < HALF)
+        at = line + d
+        inside = d < HALF
+        store_halves(at, dwa_d, dwb_d, HALF, inside)
 
 
 def head_tile_shape(heads: int, half: int) -> dict[str, int]:
     many = triton.next_power_of_2(heads)
     width = triton.next_power_of_2(half)
-    warps = max(1, many * width // 256)
+    warps = many * width // 256
+    warps = max(1, warps)
     warps = min(8, warps)
     return {"HEADS": many, "WIDTH": width, "num_warps": warps}
 
@@ -234,10 +286,10 @@ def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> Ten
     tile = head_tile_shape(h, half)
     out_BSHD = x_BSHD.new_empty(b, s, h, d)
     if out_BSHD.numel():
-        cos_Sd, sin_Sd = contiguous_tables(angles)
+        tables = contiguous_tables(angles)
         strides = x_BSHD.stride()[:3]
         extent = norm_extent(w, d)
-        tensors = (x_BSHD, w, cos_Sd, sin_Sd, out_BSHD)
+        tensors = (x_BSHD, w, *tables, out_BSHD)
         sizes = (s, *strides, h, half, eps)
         launch = norm_rope_kernel[(b * s,)]
         launch(*tensors, *sizes, NORM=extent, BACK=back, **tile)
@@ -255,14 +307,16 @@ def rotate_heads_backward(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[Tenso
     tile = head_tile_shape(h, half)
     resident = WARPS // tile["num_warps"]
     programs = min(resident, tokens)
-    dw_PW = x.new_empty(programs, w.numel(), dtype=torch.float32)
+    weights = w.numel()
+    dw_PW = x.new_empty(programs, weights, dtype=torch.float32)
     if dx.numel():
-        cos_Sd, sin_Sd = contiguous_tables(angles)
+        tables = contiguous_tables(angles)
         dy_strides = dy.stride()[:3]
         strides = x.stride()[:3]
         extent = norm_extent(w, d)
-        tensors = (dy, x, w, cos_Sd, sin_Sd, dx, dw_PW)
-        sizes = (tokens, s, *dy_strides, *strides, h, half, eps)
+        tensors = (dy, x, w, *tables, dx, dw_PW)
+        all_strides = (*dy_strides, *strides)
+        sizes = (tokens, s, *all_strides, h, half, eps)
         launch = norm_rope_backward_kernel[(programs,)]
         launch(*tensors, *sizes, NORM=extent, **tile)
     return dx, weight_gradient(dw_PW, w)

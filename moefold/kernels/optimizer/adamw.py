@@ -10,12 +10,17 @@ step to step are on the device too (`AdamWScalars`): a captured graph reads thos
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars, scalars_on_host
+from moefold.kernels.optimizer.block_moments import block_dtypes, decode_blocks, encode_blocks
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
+
+ALL_32_BITS = 0xFFFFFFFF
 
 
 @register_in_place_op
@@ -29,38 +34,66 @@ def adamw(
     scalars: Tensor,
     options: AdamWOptions,
     first: int = 0,
+    m_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """`main` are fp32 or better: the model's own weights, or else `weights` are the model's and get the rounded
-    result. As int16, `main` is what bf16 `weights` lack of fp32 (split_fp32.py). `first`: the number of the first
-    element, where a longer tensor is updated in parts; stochastic rounding depends on it."""
+    result. As int16, `main` is what bf16 `weights` lack of fp32 (split_fp32.py). As bf16, `main` are the model's
+    weights and there are no others: the result is rounded stochastically. `first`: the number of the first element,
+    where a longer tensor is updated in parts; stochastic rounding depends on it. Moments with scales are codes
+    (block_moments.py), and `first` is a multiple of a block."""
     if not scale.isfinite():
         return
     now = scalars_on_host(scalars)
     w = whole_main_weights(main, weights)
     # Moments: m and v themselves, unless they are kept in lower precision.
     g = scaled_gradient(g, scale, w.dtype)
-    mean = m.to(w.dtype)
+    mean = read_moment(m, m_scales, w.dtype, is_second=False)
     mean.lerp_(g, 1 - options.beta1)
-    square = v.to(w.dtype)
+    square = read_moment(v, v_scales, w.dtype, is_second=True)
     square.mul_(options.beta2)
     square.addcmul_(g, g, value=1 - options.beta2)
     # Weights: decay, then the step.
-    corrected = square / now.square_correction
-    root = corrected.sqrt_().add_(options.eps)
+    root = square / now.square_correction
+    root.sqrt_()
+    root.add_(options.eps)
     w.mul_(now.keep)
     w.addcdiv_(mean, root, value=-now.step_size)
+    seed = int(now.seed)
     if options.stochastic:
-        seed = int(now.seed)
         random_bits = hashed_random_bits(first, len(w), seed, w.device)
         mean = stochastic_round(mean, m.dtype, random_bits & 0xFFFF)
         square = stochastic_round(square, v.dtype, random_bits >> 16)
-    copy_rounded(m, mean)
-    copy_rounded(v, square)
+    store_moment(m, m_scales, mean, is_second=False)
+    store_moment(v, v_scales, square, is_second=True)
+    if main.dtype == torch.bfloat16:
+        random_bits = weight_random_bits(first, len(w), seed, w.device)
+        w = stochastic_round(w, main.dtype, random_bits)
+        main.copy_(w)
+        return
     store_weights(w, main, weights)
 
 
+def read_moment(moment: Tensor, scales: Tensor | None, dtype: torch.dtype, is_second: bool) -> Tensor:
+    """A moment in the dtype of the main weights: the moment itself, where it is kept in that dtype."""
+    if scales is not None:
+        moment = decode_blocks(moment, scales, is_second)
+    return moment.to(dtype)
+
+
+def store_moment(moment: Tensor, scales: Tensor | None, x: Tensor, is_second: bool) -> None:
+    if scales is None:
+        copy_rounded(moment, x)
+        return
+    encoded = encode_blocks(x, moment.dtype, is_second)
+    moment.copy_(encoded.codes)
+    scales.copy_(encoded.scales)
+
+
 def whole_main_weights(main: Tensor, weights: Tensor | None) -> Tensor:
-    """The main weights themselves, or as fp32 a copy of those that are split."""
+    """The main weights themselves, or as fp32 a copy of those that are split, or that are bf16."""
+    if main.dtype == torch.bfloat16:
+        return main.float()
     if main.dtype != torch.int16:
         return main
     assert weights is not None
@@ -70,7 +103,8 @@ def whole_main_weights(main: Tensor, weights: Tensor | None) -> Tensor:
 def store_weights(w: Tensor, main: Tensor, weights: Tensor | None) -> None:
     """Write updated main weights back, if they are a copy, and the model's weights."""
     if main.dtype == torch.int16:
-        main.copy_(lower_16_bits(w))
+        lower = lower_16_bits(w)
+        main.copy_(lower)
     if weights is not None:
         copy_rounded(weights, w)
 
@@ -82,18 +116,36 @@ def copy_rounded(to: Tensor, x: Tensor) -> None:
 
 def scaled_gradient(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(g.dtype, dtype)
-    scaled = g.to(wide) * scale
+    wide_g = g.to(wide)
+    scaled = wide_g * scale
     return scaled.to(dtype)
 
 
 def hashed_random_bits(first: int, n: int, seed: int | Tensor, device: torch.device) -> Tensor:
     """32 random bits for each of n elements, as int64: the number of the element, mixed with the seed until every bit
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
-    x = torch.arange(first, first + n, device=device) ^ seed
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = x ^ (x >> shift)
-        x = (x * factor) & 0xFFFFFFFF
+    x = seeded_numbers(first, n, seed, device)
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & ALL_32_BITS
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & ALL_32_BITS
     return x ^ (x >> 16)
+
+
+def weight_random_bits(first: int, n: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """16 random bits for each of n weights, as int64: the upper half of a number that is multiplied twice."""
+    x = seeded_numbers(first, n, seed, device)
+    x = (x * 0x9E3779B1) & ALL_32_BITS
+    x = x ^ (x >> 15)
+    x = (x * 0x85EBCA77) & ALL_32_BITS
+    return x >> 16
+
+
+def seeded_numbers(first: int, n: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """The numbers of n elements, mixed with the seed."""
+    last = first + n
+    numbers = torch.arange(first, last, device=device)
+    return numbers ^ seed
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tensor:
@@ -107,14 +159,14 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
 
 
 @adamw.register_fast("triton")
-def adamw_triton(main, g, m, v, weights, scale, scalars, options, first=0) -> None:
+def adamw_triton(main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None) -> None:
     from moefold.kernels.optimizer import optimizer_triton
 
-    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options, first)
+    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options, first, m_scales, v_scales)
 
 
 @adamw.register_fast("fused")
-def adamw_fused(main, g, m, v, weights, scale, scalars, options, first=0) -> None:
+def adamw_fused(main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None) -> None:
     if not scale.isfinite():
         return
     now = scalars_on_host(scalars)
@@ -150,7 +202,8 @@ def cases_of_size(draw: CaseInputs, n: int, step: int) -> Cases:
     main = draw.wide(n)
     g = draw.wide(n, seed=1)
     m = draw.wide(n, seed=2)
-    v = draw.wide(n, seed=3).square()
+    root = draw.wide(n, seed=3)
+    v = root.square()
     scale = torch.tensor(0.5, dtype=draw.wide_dtype, device=draw.device)
     options = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
     now = adamw_scalars(step, 1e-3, options, seed=7)
@@ -169,7 +222,29 @@ def cases_of_size(draw: CaseInputs, n: int, step: int) -> Cases:
     low = [x.to(draw.dtype) for x in (g, m, v)]
     state = (*low, weights, scale, scalars)
     for rounding in ("nearest", "stochastic"):
-        rounded = options._replace(stochastic=rounding == "stochastic")
+        stochastic = rounding == "stochastic"
+        rounded = options._replace(stochastic=stochastic)
         about = f"{name}, bf16 gradients and moments, {rounding}"
-        yield KernelCase(about, (main, *state, rounded), moments="bf16")
-        yield KernelCase(f"{about}, split", (lower, *state, rounded), moments="bf16", main="split")
+        whole = (main, *state, rounded)
+        yield KernelCase(about, whole, moments="bf16")
+        split = (lower, *state, rounded)
+        yield KernelCase(f"{about}, split", split, moments="bf16", main="split")
+    low_g, _, _ = low
+    numbers = (scale, scalars, options)
+    yield from cases_in_blocks(name, (weights, low_g, m, v, None, *numbers))
+
+
+def cases_in_blocks(name: str, inputs: tuple[Any, ...]) -> Cases:
+    """bf16 weights alone, and moments in blocks."""
+    weights, g, m, v, *numbers = inputs
+    for moments in ("fp16", "fp8", "int8"):
+        dtypes = block_dtypes(moments)
+        assert dtypes is not None
+        m_dtype, v_dtype = dtypes
+        m_codes, m_scales = encode_blocks(m, m_dtype, is_second=False)
+        v_codes, v_scales = encode_blocks(v, v_dtype, is_second=True)
+        state = (weights, g, m_codes, v_codes)
+        first = 0
+        inputs = (*state, *numbers, first, m_scales, v_scales)
+        about = f"{name}, {moments} moments, no main weights"
+        yield KernelCase(about, inputs, moments=moments, main="none")

@@ -46,9 +46,8 @@ def adamw_blocks(
 
 @adamw_blocks.register_fast("fused")
 def adamw_blocks_fused(
-    main, g, m, v, weights, scale, scalars, options, first,
-    values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype,
-) -> None:  # fmt: skip
+    main, g, m, v, weights, scale, scalars, options, first, values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype
+) -> None:
     adamw_fused(main, g, m, v, weights, scale, scalars, options, first)
     copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
     rewrite_copies(main, weights, scale, copies, rule, dtype)
@@ -56,9 +55,8 @@ def adamw_blocks_fused(
 
 @adamw_blocks.register_fast("triton")
 def adamw_blocks_triton(
-    main, g, m, v, weights, scale, scalars, options, first,
-    values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype,
-) -> None:  # fmt: skip
+    main, g, m, v, weights, scale, scalars, options, first, values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype
+) -> None:
     from moefold.kernels.optimizer import adamw_blocks_triton as launch
 
     copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
@@ -79,7 +77,8 @@ def rewrite_copies(
     values_END, values_EDN, scales_EIJ, scales_EJI = copies
     updated = main if weights is None else weights
     rounded = round_to_nearest(updated, dtype)
-    made = quantise_weight(rounded.view(values_END.shape), "block", rule)
+    w_END = rounded.view(values_END.shape)
+    made = quantise_weight(w_END, "block", rule)
     values_END.copy_(made.forward.values)
     values_EDN.copy_(made.transposed.values)
     scales_EIJ.copy_(made.forward.scales)
@@ -97,24 +96,34 @@ def adamw_blocks_cases(draw: CaseInputs) -> Cases:
     scalars = torch.tensor(now, dtype=torch.float64, device=draw.device)
     numbers = (scale, scalars, CASE_OPTIONS, 256)
     for shape in CASE_SHAPES:
-        main, g, m, root = (draw.wide(prod(shape), seed=seed) for seed in range(4))
+        size = prod(shape)
+        main = draw.wide(size)
+        g = draw.wide(size, seed=1)
+        m = draw.wide(size, seed=2)
+        root = draw.wide(size, seed=3)
         moments = (g, m, root.square())
         copies = case_copies(draw, shape)
-        for dtype in dict.fromkeys((draw.wide_dtype, draw.dtype)):
+        dtypes = (draw.wide_dtype, draw.dtype)
+        for dtype in dict.fromkeys(dtypes):
             name = f"{shape}, {dtype}, no weights beside"
-            yield KernelCase(name, (main, *moments, None, *numbers, *copies, dtype))
+            inputs = (main, *moments, None, *numbers, *copies, dtype)
+            yield KernelCase(name, inputs)
         if draw.dtype == draw.wide_dtype:
             continue
         weights = round_to_nearest(main, draw.dtype)
         beside = (weights, *numbers, *copies, draw.dtype)
-        yield KernelCase(f"{shape}, weights beside", (main, *moments, *beside))
+        inputs = (main, *moments, *beside)
+        yield KernelCase(f"{shape}, weights beside", inputs)
         lower = lower_16_bits(main)
-        yield KernelCase(f"{shape}, split", (lower, *moments, *beside), main="split")
+        inputs = (lower, *moments, *beside)
+        yield KernelCase(f"{shape}, split", inputs, main="split")
 
 
 def case_copies(draw: CaseInputs, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor, ScaleRule]:
     """Copies of other weights, to be overwritten, and their rule."""
     rule = ScaleRule()
-    before = quantise_weight(draw.normal(*shape, seed=9), "block", rule)
-    (values_END, scales_EIJ), (values_EDN, scales_EJI) = before
+    w_END = draw.normal(*shape, seed=9)
+    forward, transposed = quantise_weight(w_END, "block", rule)
+    values_END, scales_EIJ = forward
+    values_EDN, scales_EJI = transposed
     return values_END, values_EDN, scales_EIJ, scales_EJI, rule

@@ -27,50 +27,82 @@ from moefold.kernels.quantise.quantise_weight_triton import (
     load_block,
     round_to_bf16,
     store_quantised_block,
+    wide_block,
 )
-from moefold.kernels.tile_triton import program_block, tile_mask, tile_offsets, wide_program_id
+from moefold.kernels.tile_triton import tile_mask, tile_offsets, wide_program_id
 
 ROWS = 32  # of a block, updated at once: eight weights a thread
 
 
 @triton.jit
 def adamw_blocks_kernel(
-    main, gradient, mean, square, weights, updated, scale, scalars, first,
-    values_END, values_EDN, scales_EIJ, scales_EJI, N, D,
-    beta1, beta2, eps,
-    SPLIT: constexpr, COPY: constexpr, STOCHASTIC: constexpr, ROUND: constexpr,
-    LARGEST: constexpr, POWER_OF_TWO: constexpr, ROWS: constexpr, BLOCK: constexpr,
-):  # fmt: skip
+    main,
+    gradient,
+    mean,
+    square,
+    weights,
+    updated,
+    scale,
+    scalars,
+    first,
+    values_END,
+    values_EDN,
+    scales_EIJ,
+    scales_EJI,
+    N,
+    D,
+    beta1,
+    beta2,
+    eps,
+    SPLIT: constexpr,
+    COPY: constexpr,
+    STOCHASTIC: constexpr,
+    ROUND: constexpr,
+    LARGEST: constexpr,
+    POWER_OF_TWO: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+):
     """`updated`: the tensor of new weights, `weights` as bf16 or `main`. ROUND: the model is bf16 and they are not."""
     factor = tl.load(scale).to(tl.float32)
     if is_finite(factor):
         e = wide_program_id(2)
         begin = wide_program_id(1) * BLOCK
-        d = program_block(0, BLOCK).to(tl.int64)
+        d = wide_block(0, BLOCK)
         # the update
         for row in tl.static_range(0, BLOCK, ROWS):
             n = begin + row + tl.arange(0, ROWS)
             i = e * N * D + tile_offsets(n, d, D)
             there = tile_mask(n < N, d < D)
             update_elements(
-                main, gradient, mean, square, weights, factor, scalars, i, there, first,
-                beta1, beta2, eps, SPLIT, COPY, STOCHASTIC,
-            )  # fmt: skip
+                main,
+                gradient,
+                mean,
+                square,
+                weights,
+                factor,
+                scalars,
+                i,
+                there,
+                first,
+                beta1,
+                beta2,
+                eps,
+                SPLIT,
+                COPY,
+                STOCHASTIC,
+            )
         tl.debug_barrier()  # threads read what others have stored
         # the copies
-        n = program_block(1, BLOCK).to(tl.int64)
-        w = load_block(updated, e, n, d, N, D)
+        w = load_block(updated, N, D, BLOCK)
         if ROUND:
             w = round_to_bf16(w)
-        store_quantised_block(
-            w, values_END, values_EDN, scales_EIJ, scales_EJI, e, n, d, N, D, LARGEST, POWER_OF_TWO
-        )  # fmt: skip
+        store_quantised_block(w, values_END, values_EDN, scales_EIJ, scales_EJI, N, D, LARGEST, POWER_OF_TWO, BLOCK)
 
 
 def launch_adamw_blocks(
-    main, g, m, v, weights, scale, scalars, options, first,
-    values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype,
-) -> None:  # fmt: skip
+    main, g, m, v, weights, scale, scalars, options, first, values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype
+) -> None:
     """See adamw_blocks.py."""
     _, n, d = values_END.shape
     updated = main if weights is None else weights

@@ -8,7 +8,7 @@ from moefold.kernels.quantise.choices import FP8_NEEDS, fp8_casts_run
 
 
 def fused_adamw_runs(facts: Facts) -> bool:
-    return facts.dtype != "fp64" and facts.moments != "bf16"
+    return facts.dtype != "fp64" and facts.moments == "fp32" and facts.main != "none"
 
 
 def fused_blocks_run(facts: Facts) -> bool:
@@ -23,7 +23,9 @@ CHOICES: Choices = {
             "cuda with Triton, fp32 or bf16",
             "one pass over gradients, moments, main weights and the model's, clipping included",
         ),
-        Choice("fused", fused_adamw_runs, "fp32 moments", "one pass over weights, gradients and moments"),
+        Choice(
+            "fused", fused_adamw_runs, "fp32 moments and main weights", "one pass over weights, gradients and moments"
+        ),
     ),
     "adamw_blocks": (
         Choice(
@@ -32,7 +34,9 @@ CHOICES: Choices = {
             f"{FP8_NEEDS}, fp32 or bf16",
             "FP8 copies are written where weights are updated, from values that are still in the cache",
         ),
-        Choice("fused", fused_adamw_runs, "fp32 moments", "one pass over weights, gradients and moments"),
+        Choice(
+            "fused", fused_adamw_runs, "fp32 moments and main weights", "one pass over weights, gradients and moments"
+        ),
     ),
     "add_squares": (
         Choice(

@@ -15,6 +15,7 @@ from itertools import chain, islice, repeat
 import torch
 from torch import Tensor
 
+from moefold.kernels.linear.matmul import add_matmul, matmul
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 Coefficients = tuple[float, float, float]
@@ -49,14 +50,19 @@ def newton_schulz_coefficients(name: str, steps: int) -> tuple[Coefficients, ...
 def safe_polar_step(step: Coefficients) -> Coefficients:
     """The step for singular values that were divided by the safety factor."""
     a, b, c = step
-    return a / POLAR_SAFETY, b / POLAR_SAFETY**3, c / POLAR_SAFETY**5
+    safe_a = a / POLAR_SAFETY
+    safe_b = b / POLAR_SAFETY**3
+    safe_c = c / POLAR_SAFETY**5
+    return safe_a, safe_b, safe_c
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> float:
     """Floating-point operations of one matrix: X X^T, A A and their product with X in each step."""
     short = min(rows, columns)
     long = max(rows, columns)
-    products = 4 * short**2 * long + 2 * short**3
+    with_long = 4 * short**2 * long
+    square = 2 * short**3
+    products = with_long + square
     return float(steps * products)
 
 
@@ -65,20 +71,23 @@ def newton_schulz(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -> Tensor
     """Each matrix by itself: its result does not depend on the matrices beside it, so that owners of different sets of
     matrices agree to the bit."""
     result = torch.empty_like(x_NRC)
-    for x, orthogonal in zip(x_NRC, result, strict=True):
-        orthogonal.copy_(orthogonalised(x, coefficients))
+    for x, place in zip(x_NRC, result, strict=True):
+        orthogonal = orthogonalised(x, coefficients)
+        place.copy_(orthogonal)
     return result
 
 
 def orthogonalised(x: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
     rows, columns = x.shape
     if rows > columns:  # the products X X^T are smaller if X is wide
-        return orthogonalised(x.T, coefficients).T
-    x = x / x.norm().clamp(min=LEAST_NORM)
+        wide = orthogonalised(x.T, coefficients)
+        return wide.T
+    norm = x.norm().clamp(min=LEAST_NORM)
+    x = x / norm
     for a, b, c in coefficients:
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
+        gram = matmul(x, x.T)
+        polynomial = add_matmul(gram, gram, gram, beta=b, alpha=c)
+        x = add_matmul(x, polynomial, x, beta=a)
     return x
 
 
@@ -88,11 +97,12 @@ def newton_schulz_batched(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -
     is_tall = rows > columns
     x = x_NRC.mT if is_tall else x_NRC
     norm_N11 = x.norm(dim=(1, 2), keepdim=True)
-    x = x / norm_N11.clamp(min=LEAST_NORM)
+    norm_N11 = norm_N11.clamp(min=LEAST_NORM)
+    x = x / norm_N11
     for a, b, c in coefficients:
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        gram = matmul(x, x.mT)
+        polynomial = add_matmul(gram, gram, gram, beta=b, alpha=c)
+        x = add_matmul(x, polynomial, x, beta=a)
     return x.mT.contiguous() if is_tall else x
 
 
@@ -109,4 +119,5 @@ def newton_schulz_cases(draw: CaseInputs) -> Cases:
         x_NRC = draw.normal(n, rows, columns)
         for name in ("quintic", "polar_express"):
             coefficients = newton_schulz_coefficients(name, 5)
-            yield KernelCase(f"{n} matrices {rows} x {columns}, {name}", (x_NRC, coefficients))
+            about = f"{n} matrices {rows} x {columns}, {name}"
+            yield KernelCase(about, (x_NRC, coefficients))

@@ -15,9 +15,11 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.optimizer.adamw_scalars import AdamWScalars
+from moefold.kernels.optimizer.block_moments import FP8_LARGEST, FP8_SMALLEST, FP16_SMALLEST, MOMENT_BLOCK
 from moefold.kernels.tile_triton import load_or_zero, wide_program_id
 
 BLOCK = 1024  # elements of a program: eight a thread, which is 16 bytes of bf16
+BLOCKS_PER_PROGRAM = 16  # blocks of moments: sixteen elements a thread, which is 16 bytes of 8-bit codes
 SQUARES_PER_PROGRAM = 16 * BLOCK  # elements of which a program adds up the squares
 
 
@@ -31,6 +33,11 @@ STEP_SIZE = scalar_place("step_size")
 KEEP = scalar_place("keep")
 INVERSE_ROOT = scalar_place("inverse_root")
 SEED = scalar_place("seed")
+LARGEST_FP8 = tl.constexpr(FP8_LARGEST)
+INVERSE_FP8 = tl.constexpr(1 / FP8_LARGEST)
+SMALLEST_FP8 = tl.constexpr(FP8_SMALLEST)
+SMALLEST_FP16 = tl.constexpr(FP16_SMALLEST)
+ROUNDS_TO_WHOLE = tl.constexpr(1.5 * 2**23)  # added to fp32, a small number is rounded to a whole one
 
 
 @triton.jit
@@ -41,6 +48,15 @@ def hashed_bits(x):
     x ^= x >> 15
     x *= 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def weight_random_bits(x):
+    """16 random bits for each index, as `weight_random_bits` in adamw.py."""
+    x *= 0x9E3779B1
+    x ^= x >> 15
+    x *= 0x85EBCA77
+    return x >> 16
 
 
 @triton.jit
@@ -76,13 +92,83 @@ def store_rounded(at, x, random_bits, there, STOCHASTIC: constexpr):
 
 
 @triton.jit
+def load_codes(moment, scales, i, block, there, SECOND: constexpr):
+    """A moment in codes (block_moments.py) as fp32: a tile (blocks, elements). `block` are the numbers of the tile's
+    blocks, -1 behind the last."""
+    kind: constexpr = moment.dtype.element_ty
+    scale = load_or_zero(scales + block, block >= 0)
+    if kind == tl.int8 or kind == tl.uint8:
+        LEVELS: constexpr = 127 if kind == tl.int8 else 255
+        value = load_bits(moment, i, there).to(tl.float32)
+        square = value * value
+        value = square * square if SECOND else square * (value * tl.abs(value))
+        scale *= 1 / LEVELS**4
+    elif kind == tl.float8e4nv:
+        value = tl.load(moment + i, mask=there, other=0.0).to(tl.float32)
+        scale *= INVERSE_FP8
+    else:
+        value = load_fp32(moment, i, there)
+    value *= scale[:, None]
+    if SECOND:
+        value *= value
+    return value
+
+
+@triton.jit
+def with_sign_of(magnitude, x):
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    bits = magnitude.to(tl.int32, bitcast=True) | sign
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_codes(moment, scales, x, i, block, there, SECOND: constexpr):
+    """Store the first moment, or the root of the second, as codes with new scales."""
+    kind: constexpr = moment.dtype.element_ty
+    magnitude = tl.abs(x)
+    largest = tl.max(magnitude, 1)
+    tl.store(scales + block, largest, mask=block >= 0)
+    inverse = 1 / tl.where(largest > 0, largest, 1.0)
+    relative = magnitude * inverse[:, None]
+    if kind == tl.int8 or kind == tl.uint8:
+        LEVELS: constexpr = 127 if kind == tl.int8 else 255
+        fourth_root = tl.rsqrt(tl.rsqrt(relative))
+        scaled = tl.maximum(fourth_root, 1 / LEVELS) if SECOND else with_sign_of(fourth_root, x)
+        rounded = scaled * LEVELS + ROUNDS_TO_WHOLE  # the lowest byte is the code
+        code = rounded.to(tl.int32, bitcast=True)
+    elif kind == tl.float8e4nv:
+        scaled = relative * LARGEST_FP8
+        code = tl.maximum(scaled, SMALLEST_FP8) if SECOND else with_sign_of(scaled, x)
+    else:
+        code = tl.maximum(relative, SMALLEST_FP16) if SECOND else with_sign_of(relative, x)
+    tl.store(moment + i, code.to(kind), mask=there)
+
+
+@triton.jit
 def update_elements(
-    main, gradient, mean, square, weights, factor, scalars, i, there, first,
-    beta1, beta2, eps,
-    SPLIT: constexpr, COPY: constexpr, STOCHASTIC: constexpr,
-):  # fmt: skip
+    main,
+    gradient,
+    mean,
+    square,
+    weights,
+    factor,
+    scalars,
+    i,
+    there,
+    first,
+    beta1,
+    beta2,
+    eps,
+    SPLIT: constexpr,
+    COPY: constexpr,
+    STOCHASTIC: constexpr,
+    mean_scales=None,
+    square_scales=None,
+    block=None,
+):
     """The update of elements i, of any shape. The betas are the new value's share. SPLIT: `main` are the lower 16 bits;
-    COPY: bf16 weights lie apart."""
+    COPY: bf16 weights lie apart. `main` as bf16: there are no others, and they are rounded stochastically. Moments with
+    scales: elements i are tiles (blocks, elements)."""
     # the numbers of this step
     lr = load_scalar(scalars, STEP_SIZE)
     keep = load_scalar(scalars, KEEP)
@@ -95,24 +181,42 @@ def update_elements(
         joined = (upper << 16) + lower
         w = joined.to(tl.float32, bitcast=True)
     else:
-        w = load_or_zero(main + i, there)
+        w = load_fp32(main, i, there)
     # gradient and moments
     g = load_fp32(gradient, i, there) * factor
-    m = load_fp32(mean, i, there)
-    v = load_fp32(square, i, there)
+    if mean_scales is None:
+        m = load_fp32(mean, i, there)
+    else:
+        m = load_codes(mean, mean_scales, i, block, there, False)
+    if square_scales is None:
+        v = load_fp32(square, i, there)
+    else:
+        v = load_codes(square, square_scales, i, block, there, True)
     # the update
     m += (g - m) * beta1
     v += (g * g - v) * beta2
-    divisor = tl.sqrt(v) * root + eps
-    w = w * keep - lr * m / divisor
+    root_of_v = tl.sqrt(v)
+    divisor = root_of_v * root + eps
+    if block is None:
+        move = lr * m / divisor
+    else:  # fewer instructions than a division: the pass over 8-bit moments has few bytes to wait for
+        inverse_root = tl.rsqrt(divisor)
+        move = lr * m * inverse_root * inverse_root
+    w = w * keep - move
     # moments back, rounded
     random_bits = i
+    number = (i + first).to(tl.uint32)
     if STOCHASTIC:
-        number = i + first
-        seeded = number.to(tl.uint32) ^ seed.to(tl.uint32)
+        seeded = number ^ seed.to(tl.uint32)
         random_bits = hashed_bits(seeded)
-    store_rounded(mean + i, m, random_bits & 0xFFFF, there, STOCHASTIC)
-    store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
+    if mean_scales is None:
+        store_rounded(mean + i, m, random_bits & 0xFFFF, there, STOCHASTIC)
+    else:
+        store_codes(mean, mean_scales, m, i, block, there, False)
+    if square_scales is None:
+        store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
+    else:
+        store_codes(square, square_scales, root_of_v, i, block, there, True)
     # weights back: bf16 rounded to nearest, and the main weights or the bits that bf16 lacks
     bits = w.to(tl.int32, bitcast=True)
     if COPY:
@@ -122,6 +226,9 @@ def update_elements(
     if SPLIT:
         bits = bits.to(tl.int16)
         tl.store(main + i, bits, mask=there)
+    elif main.dtype.element_ty == tl.bfloat16:
+        seeded = number ^ seed.to(tl.uint32)
+        store_rounded(main + i, w, weight_random_bits(seeded), there, True)
     else:
         tl.store(main + i, w, mask=there)
 
@@ -133,17 +240,95 @@ def is_finite(x):
 
 @triton.jit
 def adamw_kernel(
-    main, gradient, mean, square, weights, scale, scalars, n, first,
-    beta1, beta2, eps,
-    SPLIT: constexpr, COPY: constexpr, STOCHASTIC: constexpr, BLOCK: constexpr,
-):  # fmt: skip
+    main,
+    gradient,
+    mean,
+    square,
+    weights,
+    scale,
+    scalars,
+    n,
+    first,
+    beta1,
+    beta2,
+    eps,
+    SPLIT: constexpr,
+    COPY: constexpr,
+    STOCHASTIC: constexpr,
+    BLOCK: constexpr,
+):
     factor = tl.load(scale).to(tl.float32)
     if is_finite(factor):
         i = wide_program_id(0) * BLOCK + tl.arange(0, BLOCK)
         update_elements(
-            main, gradient, mean, square, weights, factor, scalars, i, i < n, first,
-            beta1, beta2, eps, SPLIT, COPY, STOCHASTIC,
-        )  # fmt: skip
+            main,
+            gradient,
+            mean,
+            square,
+            weights,
+            factor,
+            scalars,
+            i,
+            i < n,
+            first,
+            beta1,
+            beta2,
+            eps,
+            SPLIT,
+            COPY,
+            STOCHASTIC,
+        )
+
+
+@triton.jit
+def adamw_in_blocks_kernel(
+    main,
+    gradient,
+    mean,
+    square,
+    weights,
+    scale,
+    scalars,
+    n,
+    first,
+    mean_scales,
+    square_scales,
+    beta1,
+    beta2,
+    eps,
+    SPLIT: constexpr,
+    COPY: constexpr,
+    STOCHASTIC: constexpr,
+    BLOCKS: constexpr,
+    BLOCK: constexpr,
+):
+    """The update with moments in blocks: a program takes a few blocks, a row of the tile each."""
+    factor = tl.load(scale).to(tl.float32)
+    if is_finite(factor):
+        row = wide_program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        i = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        block = tl.where(row * BLOCK < n, row, -1)
+        update_elements(
+            main,
+            gradient,
+            mean,
+            square,
+            weights,
+            factor,
+            scalars,
+            i,
+            i < n,
+            first,
+            beta1,
+            beta2,
+            eps,
+            SPLIT,
+            COPY,
+            STOCHASTIC,
+            mean_scales,
+            square_scales,
+            block,
+        )
 
 
 @triton.jit
@@ -161,14 +346,20 @@ def sum_squares_kernel(x, parts, n, SQUARES: constexpr, BLOCK: constexpr):
     tl.store(parts + p, sum_of_lanes.to(tl.float64))
 
 
-def launch_adamw(main, g, m, v, weights, scale, scalars, options, first=0) -> None:
+def launch_adamw(main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None) -> None:
     """Weights are bf16, or None where there are none beside `main`; see adamw.py."""
     n = len(main)
-    blocks = triton.cdiv(n, BLOCK)
     state = (main, g, m, v, weight_bits(main, weights))
     numbers = numbers_of_options(options)
     modes = modes_of_state(main, weights, options)
-    adamw_kernel[(blocks,)](*state, scale, scalars, n, first, *numbers, **modes, BLOCK=BLOCK)
+    if m_scales is None and v_scales is None:
+        programs = triton.cdiv(n, BLOCK)
+        adamw_kernel[(programs,)](*state, scale, scalars, n, first, *numbers, **modes, BLOCK=BLOCK)
+        return
+    scales = (m_scales, v_scales)
+    tile = {"BLOCKS": BLOCKS_PER_PROGRAM, "BLOCK": MOMENT_BLOCK}
+    programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * MOMENT_BLOCK)
+    adamw_in_blocks_kernel[(programs,)](*state, scale, scalars, n, first, *scales, *numbers, **modes, **tile)
 
 
 def weight_bits(main, weights) -> Tensor:

@@ -22,18 +22,21 @@ def round_to_nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def upper_bfloat16(x: Tensor) -> Tensor:
-    bits = x.view(torch.int32) + 0x8000
-    upper = (bits >> 16).to(torch.int16)
-    return upper.view(torch.bfloat16)
+    bits = x.view(torch.int32)
+    rounded = bits + 0x8000
+    upper = rounded >> 16
+    upper_16 = upper.to(torch.int16)
+    return upper_16.view(torch.bfloat16)
 
 
 def lower_16_bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32).to(torch.int16)
+    bits = x.view(torch.int32)
+    return bits.to(torch.int16)
 
 
 def joined_fp32(upper: Tensor, lower: Tensor) -> Tensor:
     rounded = upper.to(torch.bfloat16)
     upper_16 = rounded.view(torch.int16)
-    upper_32 = upper_16.to(torch.int32) << 16
-    bits = upper_32 + lower
+    upper_32 = upper_16.to(torch.int32)
+    bits = (upper_32 << 16) + lower
     return bits.view(torch.float32)

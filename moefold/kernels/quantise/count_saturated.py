@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.kernels.quantise.fp8 import BLOCK, Fp8Format, ScaleRule, scale_from_amax
+from moefold.kernels.quantise.fp8 import Fp8Format, ScaleRule, in_blocks, scale_from_amax
 from moefold.kernels.quantise.quantise_tiles import CASE_WIDTHS, TileMaxima, tile_maxima
 from moefold.kernels.quantise.row_tiles import RowTiles, cases_of_tiles, pad_to_tiles
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
@@ -32,16 +32,20 @@ def count_saturated(
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
     count = torch.zeros(1, dtype=torch.int64, device=x_PD.device)
     if rows_P is not None:
-        count += count_beyond(x_PD, rows_P[:, None], format)
+        scales_P1 = rows_P[:, None]
+        count += count_beyond(x_PD, scales_P1, format)
     if columns_MD is not None:
-        x_MBD = x_PD.unflatten(0, (-1, BLOCK))
-        count += count_beyond(x_MBD, columns_MD[:, None], format)
+        x_MBD = in_blocks(x_PD, 0)
+        scales_M1D = columns_MD[:, None]
+        count += count_beyond(x_MBD, scales_M1D, format)
     return count
 
 
 def count_beyond(x: Tensor, scale: Tensor, format: Fp8Format) -> Tensor:
-    scaled = x.float() * (1.0 / scale.float())
-    return (scaled.abs() > format.saturates).sum()
+    inverse = 1.0 / scale.float()
+    scaled = x.float() * inverse
+    is_beyond = scaled.abs() > format.saturates
+    return is_beyond.sum()
 
 
 @count_saturated.register_fast("triton")
@@ -64,17 +68,17 @@ def count_saturated_cases(draw: CaseInputs) -> Cases:
     rule = ScaleRule()
     for name, tiles, index_R in cases_of_tiles(draw.device):
         for width in CASE_WIDTHS:
-            rows_RD = draw.normal(len(index_R), width)
+            about = f"{name} of width {width}"
+            rows = len(index_R)
+            rows_RD = draw.normal(rows, width)
             maxima = tile_maxima(rows_RD, tiles)
+            inputs = (rows_RD, tiles, maxima, rule.format)
+            # scales in range, and scales that are too small
             rows_P = scale_from_amax(maxima.rows_P, rule)
             columns_MD = scale_from_amax(maxima.columns_MD, rule)
-            several = {"all in range": 1.0, "some beyond": 0.5}
-            for range_name, factor in several.items():
-                scales = (rows_P * factor, columns_MD * factor)
-                yield KernelCase(
-                    f"{name} of width {width}, {range_name}", (rows_RD, tiles, maxima, rule.format, *scales)
-                )
-            rows_alone = (rows_RD, tiles, maxima, rule.format, rows_P * 0.5, None)
-            yield KernelCase(f"{name} of width {width}, rows alone", rows_alone)
-            columns_alone = (rows_RD, tiles, maxima, rule.format, None, columns_MD * 0.5)
-            yield KernelCase(f"{name} of width {width}, columns alone", columns_alone)
+            small_P = rows_P * 0.5
+            small_MD = columns_MD * 0.5
+            yield KernelCase(f"{about}, all in range", (*inputs, rows_P, columns_MD))
+            yield KernelCase(f"{about}, some beyond", (*inputs, small_P, small_MD))
+            yield KernelCase(f"{about}, rows alone", (*inputs, small_P, None))
+            yield KernelCase(f"{about}, columns alone", (*inputs, None, small_MD))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # values that share a scale along the contraction
@@ -48,19 +49,85 @@ class Quantised(NamedTuple):
     scales: Tensor
 
 
-def largest_magnitude(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+Layouts = tuple[Tensor, Tensor]  # of weights: (E, N, D) and (E, D, N)
+Dims = int | tuple[int, ...]
+SQUARE: Dims = (-3, -1)  # the dims of a square's values, as `in_squares` has them
+
+
+def blocks_for(size: int, block: int = BLOCK) -> int:
+    """The number of blocks that hold so many values; the last block may be cut short."""
+    return -(-size // block)
+
+
+def in_blocks(x: Tensor, dim: int, block: int = BLOCK) -> Tensor:
+    """One dim as two: blocks, and the values of a block."""
+    return x.unflatten(dim, (-1, block))
+
+
+def in_whole_blocks(x: Tensor, dim: int, block: int = BLOCK) -> Tensor:
+    """The same with zeros behind the last value, where the last block is not full."""
+    missing = -x.shape[dim] % block
+    if missing:
+        later_dims = x.ndim - dim - 1
+        unpadded = (0, 0) * later_dims
+        x = F.pad(x, (*unpadded, 0, missing))
+    return in_blocks(x, dim, block)
+
+
+def from_blocks(x: Tensor, dim: int, size: int) -> Tensor:
+    """The inverse: blocks and their values as one dim, without what filled the last block."""
+    joined = x.flatten(dim, dim + 1)
+    return joined.narrow(dim, 0, size)
+
+
+def in_squares(w: Tensor, block: int = BLOCK) -> Tensor:
+    """The last two dims as four: (..., I, block, J, block)."""
+    rows = in_blocks(w, -2, block)
+    return in_blocks(rows, -1, block)
+
+
+def scale_of_values(scales: Tensor, values: Tensor, block: int = BLOCK) -> Tensor:
+    """The scale of every value of a matrix, from scales of blocks of a row or of squares."""
+    rows, columns = values.shape[-2:]
+    spread = scales.repeat_interleave(block, -1)
+    spread = spread.narrow(-1, 0, columns)
+    if spread.shape[-2] == rows:
+        return spread
+    spread = spread.repeat_interleave(block, -2)
+    return spread.narrow(-2, 0, rows)
+
+
+def largest_magnitude(x: Tensor, dim: Dims) -> Tensor:
     """amax in fp32, NaN if any value is NaN."""
-    return x.float().abs().amax(dim)
+    magnitude = x.float().abs()
+    return magnitude.amax(dim)
+
+
+def scale_along(x: Tensor, dim: Dims, rule: ScaleRule) -> Tensor:
+    """The scales of blocks whose values lie along a dim."""
+    amax = largest_magnitude(x, dim)
+    return scale_from_amax(amax, rule)
 
 
 def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
-    largest = torch.full_like(amax, rule.format.largest)
-    scale = amax / largest  # on a GPU, torch would multiply by the reciprocal of a plain number
+    largest = rule.format.largest
+    divisor = torch.full_like(amax, largest)
+    scale = amax / divisor  # on a GPU, torch would multiply by the reciprocal of a plain number
     if rule.power_of_two:
         scale = next_power_of_two(scale)
     scale = scale.clamp(min=SMALLEST_SCALE)
-    scale = torch.where(amax == 0, 1.0, scale)
-    return torch.where(amax.isfinite(), scale, torch.nan)
+    is_zero = amax == 0
+    scale = torch.where(is_zero, 1.0, scale)
+    is_finite = amax.isfinite()
+    return torch.where(is_finite, scale, torch.nan)
+
+
+def quantise_along(x: Tensor, dim: int, rule: ScaleRule) -> Quantised:
+    """Blocks whose values lie along a dim; scales lack that dim."""
+    scales = scale_along(x, dim, rule)
+    of_values = scales.unsqueeze(dim)
+    values = round_to_fp8(x, of_values, rule.format)
+    return Quantised(values, scales)
 
 
 def next_power_of_two(x: Tensor) -> Tensor:
@@ -73,7 +140,10 @@ def next_power_of_two(x: Tensor) -> Tensor:
 
 def round_to_fp8(x: Tensor, scale: Tensor, format: Fp8Format) -> Tensor:
     """Bytes of x; `scale` is broadcast. Values beyond the largest number of the format become that number."""
-    scaled = x.float() * (1.0 / scale.float())
-    clamped = scaled.clamp(-format.largest, format.largest)
-    sound = torch.where(clamped.isnan(), torch.nan, clamped)  # one NaN, whatever its sign was
+    inverse = 1.0 / scale.float()
+    scaled = x.float() * inverse
+    largest = format.largest
+    clamped = scaled.clamp(-largest, largest)
+    is_nan = clamped.isnan()
+    sound = torch.where(is_nan, torch.nan, clamped)  # one NaN, whatever its sign was
     return sound.to(format.dtype)

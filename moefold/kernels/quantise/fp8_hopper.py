@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import constexpr
 
-SMALLEST_SCALE = gl.constexpr(2.0**-126)
-NAN_WINS = gl.constexpr(tl.PropagateNan.ALL)
+SMALLEST_SCALE = constexpr(2.0**-126)
+NAN_WINS = constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -19,10 +20,10 @@ def larger_magnitude(x, y):
 
 
 @gluon.jit
-def divide(x, DIVISOR: gl.constexpr):
+def divide(x, DIVISOR: constexpr):
     """x / DIVISOR, rounded as IEEE asks: the product with the reciprocal, corrected by its exact remainder. The
     instruction sequence of a general division has branches, which keep rows from being computed side by side."""
-    factor: gl.constexpr = 1.0 / DIVISOR
+    factor: constexpr = 1.0 / DIVISOR
     quotient = x * factor
     remainder = gl.fma(quotient, -DIVISOR, x)
     return gl.fma(remainder, factor, quotient)
@@ -37,13 +38,16 @@ def reciprocal(x):
 
 
 @gluon.jit
-def scale_from_amax(amax, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+def scale_from_amax(amax, LARGEST: constexpr, POWER_OF_TWO: constexpr):
     scale = divide(amax, LARGEST)
     if POWER_OF_TWO:
-        mantissa: gl.constexpr = (1 << 23) - 1
+        mantissa: constexpr = (1 << 23) - 1
         bits = scale.to(gl.int32, bitcast=True)
-        bits = (bits + mantissa) & ~mantissa
-        scale = bits.to(gl.float32, bitcast=True)
+        carried = bits + mantissa
+        rounded = carried & ~mantissa
+        scale = rounded.to(gl.float32, bitcast=True)
     scale = gl.maximum(scale, SMALLEST_SCALE)
-    scale = gl.where(amax == 0.0, 1.0, scale)
-    return gl.where(amax < float("inf"), scale, float("nan"))
+    is_zero = amax == 0.0
+    scale = gl.where(is_zero, 1.0, scale)
+    is_finite = amax < float("inf")
+    return gl.where(is_finite, scale, float("nan"))

@@ -19,7 +19,8 @@ MANTISSA = constexpr((1 << 23) - 1)
 @triton.jit
 def magnitude_bits(x):
     """Bits of |x|: as integers they have the order of the magnitudes, and NaN is above infinity."""
-    return tl.abs(x).to(tl.int32, bitcast=True)
+    magnitude = tl.abs(x)
+    return magnitude.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -28,14 +29,22 @@ def magnitude_of_bits(bits):
 
 
 @triton.jit
+def load_scales(at, inside):
+    """Scales, 1 where there are none."""
+    return tl.load(at, mask=inside, other=1.0)
+
+
+@triton.jit
 def scale_from_bits(bits, LARGEST: constexpr, POWER_OF_TWO: constexpr):
     """Scale of a block from the bits of its largest magnitude."""
-    scale = tl.div_rn(magnitude_of_bits(bits), LARGEST)
+    amax = magnitude_of_bits(bits)
+    scale = tl.div_rn(amax, LARGEST)
     if POWER_OF_TWO:
         scale = next_power_of_two(scale)
     scale = tl.maximum(scale, SMALLEST_SCALE)
     scale = tl.where(bits == 0, 1.0, scale)
-    return tl.where(bits < INFINITY_BITS, scale, float("nan"))
+    is_finite = bits < INFINITY_BITS
+    return tl.where(is_finite, scale, float("nan"))
 
 
 @triton.jit
@@ -49,7 +58,9 @@ def next_power_of_two(x):
 @triton.jit
 def round_to_fp8(x, scale, LARGEST: constexpr, FORMAT: constexpr):
     """Bytes of x; `scale` is broadcast. Values beyond the largest number of the format become that number."""
-    scaled = x * tl.div_rn(1.0, scale)
+    factor = tl.div_rn(1.0, scale)
+    scaled = x * factor
     clamped = tl.clamp(scaled, -LARGEST, LARGEST, tl.PropagateNan.ALL)
-    sound = tl.where(clamped == clamped, clamped, float("nan"))  # one NaN, whatever its sign was
+    is_number = clamped == clamped
+    sound = tl.where(is_number, clamped, float("nan"))  # one NaN, whatever its sign was
     return sound.to(FORMAT)

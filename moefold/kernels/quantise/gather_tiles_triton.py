@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.quantise.fp8 import BLOCK, Quantised
+from moefold.kernels.quantise.fp8_triton import load_scales
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.kernels.quantise.tiles_triton import load_tile_index
 from moefold.kernels.routing.rows_triton import load_source_rows
@@ -24,9 +25,22 @@ SCALES = COLS // BLOCK
 
 @triton.jit
 def gather_tiles_kernel(
-    bytes_ND, scales_NB, tiles_M4, index_R, bytes_PD, scales_BP, stride_n, stride_b, M, D, B,
-    BLOCK: constexpr, ROWS: constexpr, COLS: constexpr, SCALES: constexpr,
-):  # fmt: skip
+    bytes_ND,
+    scales_NB,
+    tiles_M4,
+    index_R,
+    bytes_PD,
+    scales_BP,
+    stride_n,
+    stride_b,
+    M,
+    D,
+    B,
+    BLOCK: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+    SCALES: constexpr,
+):
     """Some rows of a tile, some columns and their scales."""
     programs = BLOCK // ROWS  # of a tile
     m = tl.program_id(0) // programs
@@ -38,7 +52,8 @@ def gather_tiles_kernel(
         return
     n = load_tile_index(tile, index_R, r)
     every_r = r < BLOCK
-    p = m.to(tl.int64) * BLOCK + r
+    wide_m = m.to(tl.int64)
+    p = wide_m * BLOCK + r
     # bytes
     c = program_block(1, COLS)
     x = load_source_rows(bytes_ND, n, c, D)
@@ -48,9 +63,10 @@ def gather_tiles_kernel(
     # scales, transposed
     b = program_block(1, SCALES).to(tl.int64)
     real_b = b < B
-    source = scales_NB + b[:, None] * stride_b + n[None, :] * stride_n
+    line = scales_NB + b[:, None] * stride_b
+    source = line + n[None, :] * stride_n
     held = tile_mask(real_b, n >= 0)
-    scale = tl.load(source, mask=held, other=1.0)
+    scale = load_scales(source, held)
     at = tile_pointers(scales_BP, b, p, M * BLOCK)
     inside = tile_mask(real_b, every_r)
     tl.store(at, scale, mask=inside)
@@ -59,8 +75,10 @@ def gather_tiles_kernel(
 def launch_gather_tiles(values_ND: Tensor, scales_NB: Tensor, tiles: RowTiles, index_R: Tensor | None) -> Quantised:
     tile_count = len(tiles.tiles_M4)
     b = scales_NB.shape[1]
-    values_PD = values_ND.new_empty(tiles.padded_rows, values_ND.shape[1])
-    scales_BP = scales_NB.new_empty(b, tiles.padded_rows)
+    padded_rows = tiles.padded_rows
+    width = values_ND.shape[1]
+    values_PD = values_ND.new_empty(padded_rows, width)
+    scales_BP = scales_NB.new_empty(b, padded_rows)
     bytes_ND = values_ND.contiguous().view(torch.uint8)
     bytes_PD = values_PD.view(torch.uint8)
     d = bytes_ND.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moefold.kernels.quantise.fp8 import BLOCK
+from moefold.kernels.quantise.fp8 import blocks_for
 
 
 class MatrixPlace(NamedTuple):
@@ -23,7 +23,7 @@ class MatrixPlace(NamedTuple):
     def block_shape(self) -> tuple[int, int, int]:
         """(E, I, J)."""
         experts, n, d = self.shape
-        return experts, -(-n // BLOCK), -(-d // BLOCK)
+        return experts, blocks_for(n), blocks_for(d)
 
     @property
     def blocks(self) -> int:
@@ -35,7 +35,8 @@ class MatrixPlace(NamedTuple):
         and last."""
         first = max(self.start, begin)
         last = min(self.stop, begin + size)
-        return first - self.start, max(first, last) - self.start
+        last = max(first, last)
+        return first - self.start, last - self.start
 
 
 Places = tuple[MatrixPlace, ...]

@@ -14,16 +14,18 @@ Weights have blocks of 16 x 16, so that both layouts dequantise to the same numb
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.config.precision_recipes import NV_BLOCK
-from moefold.kernels.quantise.fp8 import E4M3, largest_magnitude
+from moefold.kernels.quantise.fp8 import E4M3, SQUARE, in_blocks, in_squares, largest_magnitude, scale_of_values
 
 E2M1_LARGEST = 6.0
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1_LARGEST)  # by code
+LARGEST_CODE = 7
 SIGN_CODE = 8
 LARGEST_FP32 = torch.finfo(torch.float32).max
 RANDOM_BITS = 24  # of a random number in [0, 1) that fp32 holds exactly
@@ -40,104 +42,143 @@ class Nvfp4(NamedTuple):
 
 def encode_scale(amax: Tensor) -> Tensor:
     """The fp32 scale by which values with this largest magnitude are multiplied."""
-    largest = torch.full_like(amax, E4M3.largest * E2M1_LARGEST)
-    encode = (largest / amax).clamp(max=LARGEST_FP32)
-    has_none = (amax == 0) | (encode == 0)
+    product = E4M3.largest * E2M1_LARGEST
+    largest = torch.full_like(amax, product)
+    encode = largest / amax
+    encode = encode.clamp(max=LARGEST_FP32)
+    is_zero = amax == 0
+    has_none = is_zero | (encode == 0)
     return torch.where(has_none, 1.0, encode)
 
 
 def block_scale(amax: Tensor, encode: Tensor) -> Tensor:
     """E4M3; zero for a block of zeros, and for one whose scale is too small."""
-    sixth = torch.tensor(1.0 / E2M1_LARGEST, dtype=torch.float32, device=amax.device)
+    number = 1.0 / E2M1_LARGEST
+    sixth = encode.new_full((), number)
     scale = amax * (encode * sixth)
-    return scale.clamp(max=E4M3.largest).to(E4M3.dtype)
+    scale = scale.clamp(max=E4M3.largest)
+    return scale.to(E4M3.dtype)
 
 
 def block_factor(scale: Tensor, encode: Tensor) -> Tensor:
     """What the values of a block are multiplied by."""
-    decoded = scale.float() * encode.reciprocal()
-    return decoded.reciprocal().clamp(max=LARGEST_FP32)
+    decode = encode.reciprocal()
+    decoded = scale.float() * decode
+    factor = decoded.reciprocal()
+    return factor.clamp(max=LARGEST_FP32)
 
 
 def quantise_nvfp4(x: Tensor, amax: Tensor, random: Tensor | None = None) -> Nvfp4:
     """Blocks along the last dim, whose size is a multiple of 16. `amax`: of the matrix that a row belongs to, such that
     it broadcasts against x. `random`: numbers of 32 bits as int64, one for each value; None rounds to nearest."""
-    blocks = x.float().unflatten(-1, (-1, NV_BLOCK))
+    wide = x.float()
+    blocks = in_blocks(wide, -1, NV_BLOCK)
     encode = encode_scale(amax.float())
-    scales = block_scale(largest_magnitude(blocks, -1), encode)
+    of_blocks = largest_magnitude(blocks, -1)
+    scales = block_scale(of_blocks, encode)
     factors = block_factor(scales, encode)
-    scaled = (blocks * factors[..., None]).flatten(-2)
-    return Nvfp4(pack_e2m1(round_to_e2m1(scaled, random)), scales, encode)
+    scaled = blocks * factors[..., None]
+    scaled = scaled.flatten(-2)
+    codes = round_to_e2m1(scaled, random)
+    packed = pack_e2m1(codes)
+    return Nvfp4(packed, scales, encode)
 
 
 def quantise_nvfp4_squares(w: Tensor) -> Nvfp4:
     """Blocks of 16 x 16 in the last two dims, and an encoding scale for each matrix."""
-    blocks = w.float().unflatten(-1, (-1, NV_BLOCK)).unflatten(-3, (-1, NV_BLOCK))  # (..., I, 16, J, 16)
-    amax = largest_magnitude(blocks, (-3, -1))
-    encode = encode_scale(amax.amax((-2, -1), keepdim=True))
-    scales = block_scale(amax, encode)
+    wide = w.float()
+    blocks = in_squares(wide, NV_BLOCK)
+    of_blocks = largest_magnitude(blocks, SQUARE)
+    of_matrix = of_blocks.amax((-2, -1), keepdim=True)
+    encode = encode_scale(of_matrix)
+    scales = block_scale(of_blocks, encode)
     factors = block_factor(scales, encode)
-    scaled = blocks * factors[..., :, None, :, None]
-    codes = round_to_e2m1(scaled.reshape(w.shape))
-    return Nvfp4(pack_e2m1(codes), scales, encode)
+    of_squares = factors[..., :, None, :, None]
+    scaled = blocks * of_squares
+    scaled = scaled.reshape(w.shape)
+    codes = round_to_e2m1(scaled)
+    packed = pack_e2m1(codes)
+    return Nvfp4(packed, scales, encode)
 
 
 def round_to_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
     """Codes of 4 bits, uint8. Values beyond 6 become 6; NaN becomes 6, and the block's scale is NaN then."""
-    magnitude = x.abs().clamp(max=E2M1_LARGEST)
+    magnitude = x.abs()
+    magnitude = magnitude.clamp(max=E2M1_LARGEST)
     step = step_of_grid(magnitude)
     steps = magnitude / step
-    below = steps.floor()
     if random is None:
         whole = steps.round()  # ties to even
     else:
-        chance = (random >> (32 - RANDOM_BITS)).float() * 2.0**-RANDOM_BITS
-        whole = below + (chance < steps - below).float()
+        whole = round_at_random(steps, random)
     code = code_of_magnitude(whole * step)
-    code = torch.where(x.isnan(), len(E2M1_MAGNITUDES) - 1, code)
-    return (code + SIGN_CODE * x.signbit()).to(torch.uint8)
+    is_nan = x.isnan()
+    code = torch.where(is_nan, LARGEST_CODE, code)
+    signed = code + SIGN_CODE * x.signbit()
+    return signed.to(torch.uint8)
+
+
+def round_at_random(steps: Tensor, random: Tensor) -> Tensor:
+    """Up with the probability that makes the mean exact, else down."""
+    bits = random >> (32 - RANDOM_BITS)
+    chance = bits.float() * 2.0**-RANDOM_BITS
+    below = steps.floor()
+    is_up = chance < steps - below
+    return below + is_up.float()
 
 
 def step_of_grid(magnitude: Tensor) -> Tensor:
     """The distance of the two E2M1 magnitudes around a value. Values in steps are even where codes are."""
+    from_2 = magnitude >= 2
+    from_4 = magnitude >= 4
     step = torch.full_like(magnitude, 0.5)
-    step = torch.where(magnitude >= 2, 1.0, step)
-    return torch.where(magnitude >= 4, 2.0, step)
+    step = torch.where(from_2, 1.0, step)
+    return torch.where(from_4, 2.0, step)
 
 
 def code_of_magnitude(magnitude: Tensor) -> Tensor:
     """The code of a magnitude that E2M1 has."""
     small = magnitude * 2  # 0, 0.5, ... 2 have the codes 0 to 4
     medium = magnitude + 2  # 2, 3, 4: 4 to 6
-    code = torch.where(magnitude > 2, medium, small)
-    return torch.where(magnitude > 4, 7.0, code)
+    above_2 = magnitude > 2
+    code = torch.where(above_2, medium, small)
+    above_4 = magnitude > 4
+    return torch.where(above_4, 7.0, code)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Two codes a byte along the last dim, the first in the low half."""
-    pairs = codes.unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    pairs = in_blocks(codes, -1, 2)
+    low, high = pairs.unbind(-1)
+    return low | (high << 4)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """fp32 values of packed codes."""
     low = packed & 15
     high = packed >> 4
-    codes = torch.stack((low, high), -1).flatten(-2)
-    negative = [-magnitude for magnitude in E2M1_MAGNITUDES]
-    table = torch.tensor([*E2M1_MAGNITUDES, *negative], device=packed.device)
-    return table[codes.long()]
+    pairs = torch.stack((low, high), -1)
+    codes = pairs.flatten(-2)
+    values = e2m1_values(packed.device)
+    return values[codes.long()]
+
+
+@cache
+def e2m1_values(device: torch.device) -> Tensor:
+    """The value of each code, uploaded once."""
+    positive = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32, device=device)
+    return torch.cat((positive, -positive))
 
 
 def dequantise_nvfp4(quantised: Nvfp4) -> Tensor:
     """fp32 values q * scale * (1 / encode). The first product is exact, in bf16 too."""
-    return unscaled_nvfp4(quantised) * quantised.encode.reciprocal()
+    unscaled = unscaled_nvfp4(quantised)
+    decode = quantised.encode.reciprocal()
+    return unscaled * decode
 
 
 def unscaled_nvfp4(quantised: Nvfp4) -> Tensor:
     """q * scale, exact: what a product multiplies before it applies 1 / encode to its sums."""
     values = unpack_e2m1(quantised.packed)
-    scales = quantised.scales.float().repeat_interleave(NV_BLOCK, -1)
-    if scales.shape[-2] != values.shape[-2]:
-        scales = scales.repeat_interleave(NV_BLOCK, -2)
-    return values * scales
+    scales = quantised.scales.float()
+    return values * scale_of_values(scales, values, NV_BLOCK)

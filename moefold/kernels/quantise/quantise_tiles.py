@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import (
-    BLOCK,
     E5M2,
     Quantised,
     ScaleRule,
+    from_blocks,
+    in_blocks,
+    in_whole_blocks,
     largest_magnitude,
+    quantise_along,
     round_to_fp8,
     scale_from_amax,
 )
@@ -58,8 +60,10 @@ class QuantisedTiles(NamedTuple):
 @register_inner_op
 def tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
-    x_MBD = x_PD.unflatten(0, (-1, BLOCK))
-    return TileMaxima(largest_magnitude(x_PD, 1), largest_magnitude(x_MBD, 1))
+    x_MBD = in_blocks(x_PD, 0)
+    rows_P = largest_magnitude(x_PD, 1)
+    columns_MD = largest_magnitude(x_MBD, 1)
+    return TileMaxima(rows_P, columns_MD)
 
 
 @tile_maxima.register_fast("triton")
@@ -86,8 +90,9 @@ def tile_maxima_cases(draw: CaseInputs) -> Cases:
         for width in CASE_WIDTHS:
             rows_RD = draw.normal(len(index_R), width)
             tokens_ND = draw.normal(CASE_SOURCES, width)
-            yield KernelCase(f"{name} of width {width}", (rows_RD, tiles))
-            yield KernelCase(f"{name} of width {width}, gathered", (tokens_ND, tiles, index_R))
+            about = f"{name} of width {width}"
+            yield KernelCase(about, (rows_RD, tiles))
+            yield KernelCase(f"{about}, gathered", (tokens_ND, tiles, index_R))
 
 
 @register_inner_op
@@ -156,8 +161,9 @@ def quantise_tiles_cases(draw: CaseInputs) -> Cases:
             given = (tokens_ND, tiles, e4m3, scales_P, scales_MD, index_R)
             yield KernelCase(f"{name} of width {width}, scales given", given)
         rows_RD = draw.normal(len(index_R), 72)
-        yield KernelCase(f"{name}, rows alone", (rows_RD, tiles, e4m3, "block", None))
-        yield KernelCase(f"{name}, columns alone", (rows_RD, tiles, e4m3, None, "block"))
+        inputs = (rows_RD, tiles, e4m3)
+        yield KernelCase(f"{name}, rows alone", (*inputs, "block", None))
+        yield KernelCase(f"{name}, columns alone", (*inputs, None, "block"))
 
 
 def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:
@@ -168,28 +174,22 @@ def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | 
         values_PD = round_to_fp8(x_PD, scales_P1, rule.format)
         return Quantised(values_PD, scales_P1)
     width = x_PD.shape[1]
-    padding = -width % BLOCK
-    padded = torch.nn.functional.pad(x_PD, (0, padding))
-    x_PNB = padded.unflatten(1, (-1, BLOCK))
-    amax_PN = largest_magnitude(x_PNB, 2)
-    scales_PN = scale_from_amax(amax_PN, rule)
-    values_PNB = round_to_fp8(x_PNB, scales_PN[..., None], rule.format)
-    padded_values = values_PNB.flatten(1)
-    values_PD = padded_values[:, :width].contiguous()
+    x_PNB = in_whole_blocks(x_PD, 1)
+    values_PNB, scales_PN = quantise_along(x_PNB, 2, rule)
+    values_PD = from_blocks(values_PNB, 1, width)
     scales_NP = scales_PN.T.contiguous()
-    return Quantised(values_PD, scales_NP.T)
+    return Quantised(values_PD.contiguous(), scales_NP.T)
 
 
 def quantise_columns(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:
     if scales is None:
         return None
-    x_MBD = x_PD.unflatten(0, (-1, BLOCK))
+    x_MBD = in_blocks(x_PD, 0)
     if isinstance(scales, Tensor):
         scales_MD = scales
+        values_MBD = round_to_fp8(x_MBD, scales_MD[:, None], rule.format)
     else:
-        amax_MD = largest_magnitude(x_MBD, 1)
-        scales_MD = scale_from_amax(amax_MD, rule)
-    values_MBD = round_to_fp8(x_MBD, scales_MD[:, None], rule.format)
+        values_MBD, scales_MD = quantise_along(x_MBD, 1, rule)
     values_MDB = values_MBD.mT.contiguous()
     scales_MD = scales_MD.contiguous()
     return Quantised(values_MDB, scales_MD[..., None])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import constexpr
 
 from moefold.kernels.quantise.fp8_hopper import larger_magnitude, reciprocal, scale_from_amax
 
@@ -18,23 +19,43 @@ WARPS = [[32, 0], [64, 0], [0, 64]]
 ROWS_FIRST = ROWS_OF_THREAD + COLUMNS_OF_THREAD
 COLUMNS_FIRST = COLUMNS_OF_THREAD + ROWS_OF_THREAD
 TILE = [128, 128]
-TILE_LAYOUT = gl.constexpr(gl.DistributedLinearLayout(COLUMNS_FIRST, LANES, WARPS, [], TILE))
-BY_COLUMN = gl.constexpr(gl.DistributedLinearLayout(ROWS_FIRST, LANES, WARPS, [], TILE))  # the same places
+
+
+def tile_layout(values_of_thread: list[list[int]]) -> constexpr:
+    blocks: list[list[int]] = []
+    layout = gl.DistributedLinearLayout(values_of_thread, LANES, WARPS, blocks, TILE)
+    return constexpr(layout)
+
+
+TILE_LAYOUT = tile_layout(COLUMNS_FIRST)
+BY_COLUMN = tile_layout(ROWS_FIRST)  # the same places
 
 
 @gluon.jit
-def tile_rows(LAYOUT: gl.constexpr):
+def wide_program_id(AXIS: constexpr):
+    return gl.program_id(AXIS).to(gl.int64)
+
+
+@gluon.jit
+def load_scales(at, inside):
+    """Scales, 1 where there are none."""
+    return gl.load(at, mask=inside, other=1.0)
+
+
+@gluon.jit
+def tile_rows(LAYOUT: constexpr):
     """0 to 127, one for each row of a tile."""
-    rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    rows: constexpr = gl.SliceLayout(1, LAYOUT)
     return gl.arange(0, 128, layout=rows)
 
 
 @gluon.jit
-def tile_columns(LAYOUT: gl.constexpr):
+def tile_columns(LAYOUT: constexpr):
     """This program's columns."""
-    columns: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    columns: constexpr = gl.SliceLayout(0, LAYOUT)
     first = gl.program_id(1) * 128
-    return first + gl.arange(0, 128, layout=columns)
+    places = gl.arange(0, 128, layout=columns)
+    return first + places
 
 
 @gluon.jit
@@ -51,17 +72,21 @@ def load_tile(source_ND, tiles_M4, index_R, m, D):
     r = tile_rows(TILE_LAYOUT)
     c = tile_columns(TILE_LAYOUT)
     # the rows' places in the source
-    row = gl.load(tiles_M4 + 4 * m + 1)
-    real = gl.load(tiles_M4 + 4 * m + 2)
+    tile = tiles_M4 + 4 * m
+    row = gl.load(tile + 1)
+    real = gl.load(tile + 2)
     n = row + r
     inside = r < real
     if index_R is not None:
-        index = gl.load(index_R + n, mask=inside, other=-1)
+        index_at = index_R + n
+        index = gl.load(index_at, mask=inside, other=-1)
         n = index.to(gl.int32)
         inside = n >= 0
     # their values
-    first = n.to(gl.int64) * D
-    at = source_ND + first[:, None] + c[None, :]
+    wide_n = n.to(gl.int64)
+    first = wide_n * D
+    line = source_ND + first[:, None]
+    at = line + c[None, :]
     column_there = c < D
     mask = inside[:, None] & column_there[None, :]
     values = gl.load(at, mask=mask, other=0.0)
@@ -69,49 +94,51 @@ def load_tile(source_ND, tiles_M4, index_R, m, D):
 
 
 @gluon.jit
-def largest_magnitudes(x, AXIS: gl.constexpr):
+def largest_magnitudes(x, AXIS: constexpr):
     return gl.reduce(x, AXIS, larger_magnitude)
 
 
 @gluon.jit
-def quantise_rows(
-    x, values_PD, row_scales, m, M, D,
-    SCALES: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-):  # fmt: skip
+def quantise_rows(x, values_PD, row_scales, m, M, D, SCALES: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr):
     """Scales of this block of each row, computed or given, and its values."""
     r = tile_rows(TILE_LAYOUT)
     c = tile_columns(TILE_LAYOUT)
     first = m.to(gl.int64) * 128
     if SCALES == "block":
-        amax = largest_magnitudes(gl.abs(x), 1)
+        magnitudes = gl.abs(x)
+        amax = largest_magnitudes(magnitudes, 1)
         scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
-        block = gl.program_id(1).to(gl.int64)
-        scale_at = row_scales + block * (M * 128) + first + r
+        block = wide_program_id(1)
+        line = row_scales + block * (M * 128)
+        scale_at = line + first + r
         gl.store(scale_at, scale)
     else:
         scale = gl.load(row_scales + first + r)
     factor = reciprocal(scale)
     q = x * factor[:, None]
     row_start = (first + r) * D
-    at = values_PD + row_start[:, None] + c[None, :]
+    line = values_PD + row_start[:, None]
+    at = line + c[None, :]
     mask = existing_columns(r, c, D)
-    gl.store(at, q.to(values_PD.dtype.element_ty), mask=mask)
+    rounded = q.to(values_PD.dtype.element_ty)
+    gl.store(at, rounded, mask=mask)
 
 
 @gluon.jit
 def quantise_columns(
-    x, values_MDB, column_scales_MD, m, D,
-    SCALES: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-):  # fmt: skip
+    x, values_MDB, column_scales_MD, m, D, SCALES: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr
+):
     """Scales of each column of this tile, computed or given, and its values, transposed."""
     c = tile_columns(TILE_LAYOUT)
-    scale_at = column_scales_MD + m.to(gl.int64) * D + c
+    wide_m = m.to(gl.int64)
+    scale_at = column_scales_MD + wide_m * D + c
     if SCALES == "block":
-        amax = largest_magnitudes(gl.abs(x), 0)
+        magnitudes = gl.abs(x)
+        amax = largest_magnitudes(magnitudes, 0)
         scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
         gl.store(scale_at, scale, mask=c < D)
     else:
-        scale = gl.load(scale_at, mask=c < D, other=1.0)
+        scale = load_scales(scale_at, c < D)
     factor = reciprocal(scale)
     q = x * factor[None, :]
     rounded = q.to(values_MDB.dtype.element_ty)
@@ -123,17 +150,30 @@ def quantise_columns(
     place = column_start[None, :] + r[:, None]
     first = m.to(gl.int64) * 128
     mask = existing_columns(r, c, D)
-    gl.store(values_MDB + first * D + place, by_column, mask=mask)
+    at = values_MDB + first * D + place
+    gl.store(at, by_column, mask=mask)
 
 
 @gluon.jit
 def quantise_tiles_kernel(
-    source_ND, tiles_M4, index_R, values_PD, row_scales, values_MDB, column_scales_MD, M, D,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-):  # fmt: skip
+    source_ND,
+    tiles_M4,
+    index_R,
+    values_PD,
+    row_scales,
+    values_MDB,
+    column_scales_MD,
+    M,
+    D,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    LARGEST: constexpr,
+    POWER_OF_TWO: constexpr,
+):
     """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
     m = gl.program_id(0)
-    real = gl.load(tiles_M4 + 4 * m + 2)
+    tile = tiles_M4 + 4 * m
+    real = gl.load(tile + 2)
     if real > 0:  # in use
         x = load_tile(source_ND, tiles_M4, index_R, m, D)
         if ROWS is not None:
@@ -151,11 +191,12 @@ def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D)
     r = tile_rows(TILE_LAYOUT)
     c = tile_columns(TILE_LAYOUT)
     # of rows
-    line = gl.program_id(1).to(gl.int64) * (M * 128)
+    line = wide_program_id(1) * (M * 128)
     row_at = parts_BP + line + m * 128 + r
     of_rows = largest_magnitudes(magnitudes, 1)
     gl.store(row_at, of_rows)
     # of columns
-    column_at = columns_MD + m.to(gl.int64) * D + c
+    wide_m = m.to(gl.int64)
+    column_at = columns_MD + wide_m * D + c
     of_columns = largest_magnitudes(magnitudes, 0)
     gl.store(column_at, of_columns, mask=c < D)

@@ -16,7 +16,13 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
-from moefold.kernels.quantise.fp8_triton import magnitude_bits, magnitude_of_bits, round_to_fp8, scale_from_bits
+from moefold.kernels.quantise.fp8_triton import (
+    load_scales,
+    magnitude_bits,
+    magnitude_of_bits,
+    round_to_fp8,
+    scale_from_bits,
+)
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.kernels.quantise.tiles_triton import load_tile_index
 from moefold.kernels.routing.rows_triton import load_source_rows
@@ -34,15 +40,27 @@ def scale_of_lines(bits, at, inside, AXIS: constexpr, KIND: constexpr, LARGEST: 
         scale = scale_from_bits(largest, LARGEST, POWER_OF_TWO)
         tl.store(at, scale, mask=inside)
     else:
-        scale = tl.load(at, mask=inside, other=1.0)
+        scale = load_scales(at, inside)
     return scale
 
 
 @triton.jit
 def quantise_tiles_kernel(
-    source_ND, tiles_M4, index_R, values_PD, row_scales, values_MDB, column_scales_MD, M, D,
-    ROWS: constexpr, COLUMNS: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr, BLOCK: constexpr,
-):  # fmt: skip
+    source_ND,
+    tiles_M4,
+    index_R,
+    values_PD,
+    row_scales,
+    values_MDB,
+    column_scales_MD,
+    M,
+    D,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    LARGEST: constexpr,
+    POWER_OF_TWO: constexpr,
+    BLOCK: constexpr,
+):
     """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
     m = tl.program_id(0)
     tile = tiles_M4 + 4 * m
@@ -67,18 +85,21 @@ def quantise_tiles_kernel(
         if ROWS == "block":
             scale_at += wide_program_id(1) * P
         scale = scale_of_lines(bits, scale_at, every_r, 1, ROWS, LARGEST, POWER_OF_TWO)
-        q = round_to_fp8(x, scale[:, None], LARGEST, values_PD.dtype.element_ty)
+        ROW_FORMAT: constexpr = values_PD.dtype.element_ty
+        q = round_to_fp8(x, scale[:, None], LARGEST, ROW_FORMAT)
         at = tile_pointers(values_PD, p, c, D)
         inside = tile_mask(every_r, real_c)
         tl.store(at, q, mask=inside)
     if COLUMNS is not None:
         scale_at = column_scales_MD + wide_m * D + c
         scale = scale_of_lines(bits, scale_at, real_c, 0, COLUMNS, LARGEST, POWER_OF_TWO)
-        q = round_to_fp8(x, scale[None, :], LARGEST, values_MDB.dtype.element_ty)
+        COLUMN_FORMAT: constexpr = values_MDB.dtype.element_ty
+        q = round_to_fp8(x, scale[None, :], LARGEST, COLUMN_FORMAT)
         values_DB = values_MDB + wide_m * D * BLOCK
         at = tile_pointers(values_DB, c, r, BLOCK)
         inside = tile_mask(real_c, every_r)
-        tl.store(at, tl.trans(q), mask=inside)
+        transposed = tl.trans(q)
+        tl.store(at, transposed, mask=inside)
 
 
 @triton.jit
@@ -86,7 +107,8 @@ def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D,
     """Largest magnitudes within 128 columns of each row, and of each column. A tile not in use has zeros."""
     m = tl.program_id(0)
     r = tl.arange(0, BLOCK)
-    n = load_tile_index(tiles_M4 + 4 * m, index_R, r)
+    tile = tiles_M4 + 4 * m
+    n = load_tile_index(tile, index_R, r)
     c = program_block(1, BLOCK)
     source = load_source_rows(source_ND, n, c, D)
     x = source.to(tl.float32)
@@ -95,12 +117,14 @@ def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D,
     largest = tl.max(bits, 1)
     part = magnitude_of_bits(largest)
     line = wide_program_id(1) * (M * BLOCK)
-    tl.store(parts_BP + line + m * BLOCK + r, part)
+    at = parts_BP + line + m * BLOCK + r
+    tl.store(at, part)
     # of columns, at (m, c)
     largest = tl.max(bits, 0)
     column = magnitude_of_bits(largest)
     line = wide_program_id(0) * D
-    tl.store(columns_MD + line + c, column, mask=c < D)
+    at = columns_MD + line + c
+    tl.store(at, column, mask=c < D)
 
 
 class TileKernels(NamedTuple):
@@ -128,13 +152,18 @@ def launch_quantise_tiles(
     d = source_ND.shape[1]
     blocks = triton.cdiv(d, BLOCK)
     padded = tiles.padded_rows
-    by_row = empty_copy(source_ND, rows, rule, (padded, d), (blocks, padded))
-    by_column = empty_copy(source_ND, columns, rule, (tile_count, d, BLOCK), (tile_count, d))
-    inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
+    source_ND = source_ND.contiguous()
+    # room for both copies
+    row_shape = (padded, d)
+    by_row = empty_copy(source_ND, rows, rule, row_shape, (blocks, padded))
+    column_shape = (tile_count, d, BLOCK)
+    by_column = empty_copy(source_ND, columns, rule, column_shape, (tile_count, d))
+    # the launch
+    tensors = (source_ND, tiles.tiles_M4, index_R, *by_row, *by_column)
     kinds = (kind_of_scales(rows), kind_of_scales(columns))
     constants = (rule.format.largest, rule.power_of_two)
     quantise = kernels.quantise[tile_count, blocks]
-    quantise(*inputs, *by_row, *by_column, tile_count, d, *kinds, *constants, **kernels.options)
+    quantise(*tensors, tile_count, d, *kinds, *constants, **kernels.options)
     return named_copies(*by_row, *by_column)
 
 
@@ -167,8 +196,10 @@ def empty_copy(
         return None, None
     values = source_ND.new_empty(shape, dtype=rule.format.dtype)
     if isinstance(scales, Tensor):
-        return values, scales.contiguous()
-    return values, source_ND.new_empty(scales_shape, dtype=torch.float32)
+        room = scales.contiguous()
+    else:
+        room = source_ND.new_empty(scales_shape, dtype=torch.float32)
+    return values, room
 
 
 def kind_of_scales(scales: Scales) -> str | None:
@@ -183,8 +214,9 @@ def launch_tile_maxima(
     d = source_ND.shape[1]
     blocks = triton.cdiv(d, BLOCK)
     parts_BP = source_ND.new_empty(blocks, tiles.padded_rows, dtype=torch.float32)
-    columns_MD = source_ND.new_empty(tile_count, d, dtype=torch.float32)
-    inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
+    columns_MD = parts_BP.new_empty(tile_count, d)
+    source_ND = source_ND.contiguous()
+    tensors = (source_ND, tiles.tiles_M4, index_R, parts_BP, columns_MD)
     find_maxima = kernels.maxima[tile_count, blocks]
-    find_maxima(*inputs, parts_BP, columns_MD, tile_count, d, **kernels.options)
+    find_maxima(*tensors, tile_count, d, **kernels.options)
     return parts_BP.amax(0), columns_MD

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import (
-    BLOCK,
+    SQUARE,
+    Layouts,
     Quantised,
     ScaleRule,
+    in_whole_blocks,
     largest_magnitude,
+    quantise_along,
     round_to_fp8,
     scale_from_amax,
+    scale_of_values,
 )
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
@@ -44,27 +47,37 @@ class QuantisedWeight(NamedTuple):
 
 @register_inner_op
 def quantise_weight(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
-    w_EDN = w_END.mT
     if scales == "channel":
         forward = quantise_channels(w_END, rule)
-        return QuantisedWeight(forward, quantise_channels(w_EDN, rule))
-    amax = block_maxima(w_END) if scales == "block" else largest_magnitude(w_END, (1, 2))[:, None, None]
+        transposed = quantise_channels(w_END.mT, rule)
+        return QuantisedWeight(forward, transposed)
+    if scales == "block":
+        amax = block_maxima(w_END)
+    else:
+        amax_E = largest_magnitude(w_END, (1, 2))
+        amax = amax_E[:, None, None]
     scale = scale_from_amax(amax, rule)
-    values_END = round_to_fp8(w_END, spread_over_blocks(scale, w_END), rule.format)
-    transposed = Quantised(values_END.mT.contiguous(), scale.mT.contiguous())
-    return QuantisedWeight(Quantised(values_END, scale), transposed)
+    every_scale = spread_over_blocks(scale, w_END)
+    values_END = round_to_fp8(w_END, every_scale, rule.format)
+    values_EDN = values_END.mT.contiguous()
+    transposed_scale = scale.mT.contiguous()
+    return both_layouts((values_END, values_EDN), (scale, transposed_scale))
+
+
+def both_layouts(values: Layouts, scales: Layouts) -> QuantisedWeight:
+    forward = Quantised(values[0], scales[0])
+    transposed = Quantised(values[1], scales[1])
+    return QuantisedWeight(forward, transposed)
 
 
 class WeightKernels(Protocol):
     """The launches of quantise_weight_triton.py, and those of quantise_weight_launch.py."""
 
-    def launch_quantise_blocks(self, w_END: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def launch_quantise_blocks(self, w_END: Tensor, rule: ScaleRule) -> tuple[Layouts, Layouts]: ...
 
     def launch_weight_maxima(self, w_END: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def launch_quantise_with_scales(
-        self, w_END: Tensor, rule: ScaleRule, scales_EN: Tensor, scales_ED: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+    def launch_quantise_with_scales(self, w_END: Tensor, rule: ScaleRule, scales: Layouts) -> Layouts: ...
 
 
 @quantise_weight.register_fast("triton")
@@ -83,52 +96,62 @@ def quantise_weight_gluon(w_END: Tensor, scales: WeightScales, rule: ScaleRule) 
 
 def quantise_with_kernels(
     kernels: WeightKernels, w_END: Tensor, scales: WeightScales, rule: ScaleRule
-) -> QuantisedWeight:  # fmt: skip
+) -> QuantisedWeight:
     if scales == "block":
-        values_END, values_EDN, scales_EIJ, scales_EJI = kernels.launch_quantise_blocks(w_END, rule)
-        return QuantisedWeight(Quantised(values_END, scales_EIJ), Quantised(values_EDN, scales_EJI))
+        values, of_blocks = kernels.launch_quantise_blocks(w_END, rule)
+        return both_layouts(values, of_blocks)
     outputs_EN, inputs_ED = kernels.launch_weight_maxima(w_END)
     if scales == "channel":
         scales_EN = scale_from_amax(outputs_EN, rule)
         scales_ED = scale_from_amax(inputs_ED, rule)
-        kept = (scales_EN[..., None], scales_ED[..., None])
+        scales_EN1 = scales_EN[..., None]
+        scales_ED1 = scales_ED[..., None]
+        kept = (scales_EN1, scales_ED1)
     else:
-        scales_E1 = scale_from_amax(outputs_EN.amax(1, keepdim=True), rule)
+        most_E1 = outputs_EN.amax(1, keepdim=True)
+        scales_E1 = scale_from_amax(most_E1, rule)
         scales_EN = scales_E1.expand_as(outputs_EN)
         scales_ED = scales_E1.expand_as(inputs_ED)
-        kept = (scales_E1[..., None], scales_E1[..., None])
-    values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, scales_EN, scales_ED)
-    return QuantisedWeight(Quantised(values_END, kept[0]), Quantised(values_EDN, kept[1]))
+        scales_E11 = scales_E1[..., None]
+        kept = (scales_E11, scales_E11)
+    scales_of_lines = (scales_EN, scales_ED)
+    values = kernels.launch_quantise_with_scales(w_END, rule, scales_of_lines)
+    return both_layouts(values, kept)
 
 
 WEIGHT_SCALES: tuple[WeightScales, ...] = ("block", "expert", "channel")
 
 
+CASE_SHAPES = [  # E, N, D
+    (2, 136, 40),
+    (1, 24, 300),
+    (1, 256, 128),
+    (3, 128, 256),
+]
+
+
 @quantise_weight.register_cases
 def quantise_weight_cases(draw: CaseInputs) -> Cases:
-    for shape in ((2, 136, 40), (1, 24, 300), (1, 256, 128), (3, 128, 256)):
+    rule = ScaleRule()
+    for shape in CASE_SHAPES:
         w_END = draw.normal(*shape, scale=0.02)
         for scales in WEIGHT_SCALES:
-            yield KernelCase(f"{shape}, {scales}", (w_END, scales, ScaleRule()))
+            inputs = (w_END, scales, rule)
+            yield KernelCase(f"{shape}, {scales}", inputs)
 
 
 def quantise_channels(w_END: Tensor, rule: ScaleRule) -> Quantised:
-    scale = scale_from_amax(largest_magnitude(w_END, 2), rule)[..., None]
-    values = round_to_fp8(w_END, scale, rule.format)
-    return Quantised(values.contiguous(), scale)
+    values, scales_EN = quantise_along(w_END, 2, rule)
+    return Quantised(values.contiguous(), scales_EN[..., None])
 
 
 def block_maxima(w_END: Tensor) -> Tensor:
-    _, n, d = w_END.shape
-    padded = torch.nn.functional.pad(w_END, (0, -d % BLOCK, 0, -n % BLOCK))
-    blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-    return largest_magnitude(blocks, (2, 4))
+    w_ENJB = in_whole_blocks(w_END, 2)
+    squares = in_whole_blocks(w_ENJB, 1)
+    return largest_magnitude(squares, SQUARE)
 
 
 def spread_over_blocks(scale: Tensor, w_END: Tensor) -> Tensor:
     """The scale of every element."""
-    if scale.shape[1:] == (1, 1):
-        return scale
-    _, n, d = w_END.shape
-    rows = scale.repeat_interleave(BLOCK, 1)[:, :n]
-    return rows.repeat_interleave(BLOCK, 2)[:, :, :d]
+    is_of_experts = scale.shape[1:] == (1, 1)
+    return scale if is_of_experts else scale_of_values(scale, w_END)

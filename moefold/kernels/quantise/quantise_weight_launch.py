@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moefold.kernels.quantise.fp8 import ScaleRule
+from moefold.kernels.quantise.fp8 import Layouts, ScaleRule
 from moefold.kernels.quantise.quantise_weight_hopper import (
     quantise_blocks_kernel,
     quantise_with_scales_kernel,
@@ -23,28 +23,36 @@ from moefold.kernels.quantise.quantise_weight_triton import (
 ROOM = {"num_warps": 8, "maxnreg": 128}  # two programs share a multiprocessor: one loads while the other stores
 
 
-def launch_quantise_blocks(w_END: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_quantise_blocks(w_END: Tensor, rule: ScaleRule) -> tuple[Layouts, Layouts]:
     """Values (E, N, D) and (E, D, N), scales (E, I, J) and (E, J, I)."""
     _, n, d = w_END.shape
-    outputs = (*empty_layouts(w_END, rule), *empty_scales(w_END))
+    w_END = w_END.contiguous()
+    values = empty_layouts(w_END, rule)
+    scales = empty_scales(w_END)
+    launch = quantise_blocks_kernel[grid_of_blocks(w_END)]
     constants = (rule.format.largest, rule.power_of_two)
-    quantise_blocks_kernel[grid_of_blocks(w_END)](w_END.contiguous(), *outputs, n, d, *constants, **ROOM)
-    return outputs
+    launch(w_END, *values, *scales, n, d, *constants, **ROOM)
+    return values, scales
 
 
 def launch_weight_maxima(w_END: Tensor) -> WeightMaxima:
     _, n, d = w_END.shape
+    w_END = w_END.contiguous()
     outputs_JEN, inputs_IED = empty_maxima(w_END)
-    weight_maxima_kernel[grid_of_blocks(w_END)](w_END.contiguous(), outputs_JEN, inputs_IED, n, d, **ROOM)
-    return WeightMaxima(outputs_JEN.amax(0), inputs_IED.amax(0))
+    launch = weight_maxima_kernel[grid_of_blocks(w_END)]
+    launch(w_END, outputs_JEN, inputs_IED, n, d, **ROOM)
+    outputs_EN = outputs_JEN.amax(0)
+    inputs_ED = inputs_IED.amax(0)
+    return WeightMaxima(outputs_EN, inputs_ED)
 
 
-def launch_quantise_with_scales(
-    w_END: Tensor, rule: ScaleRule, scales_EN: Tensor, scales_ED: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Values (E, N, D) with a scale for each output, and (E, D, N) with one for each input."""
+def launch_quantise_with_scales(w_END: Tensor, rule: ScaleRule, scales: Layouts) -> Layouts:
+    """Values (E, N, D) with a scale for each output, (E, N), and (E, D, N) with one for each input, (E, D)."""
     _, n, d = w_END.shape
+    w_END = w_END.contiguous()
+    scales_EN = scales[0].contiguous()
+    scales_ED = scales[1].contiguous()
     values = empty_layouts(w_END, rule)
-    inputs = (w_END.contiguous(), *values, scales_EN.contiguous(), scales_ED.contiguous(), n, d)
-    quantise_with_scales_kernel[grid_of_blocks(w_END)](*inputs, **ROOM)
+    launch = quantise_with_scales_kernel[grid_of_blocks(w_END)]
+    launch(w_END, *values, scales_EN, scales_ED, n, d, **ROOM)
     return values

@@ -40,23 +40,35 @@ def row_tiles(ends_E: Tensor, rows: int) -> RowTiles:
     """The tiles of R rows; `rows` may exceed the last end."""
     experts = len(ends_E)
     most = rows // BLOCK + experts
-    zero = ends_E.new_zeros(1)
-    rows_E = ends_E.diff(prepend=zero)
+    # rows and tiles of each expert
+    rows_E = rows_of_experts(ends_E)
+    begins_E = ends_E - rows_E
     tiles_E = (rows_E + BLOCK - 1) // BLOCK
     last_tile_E = tiles_E.cumsum(0)
     first_tile_E = last_tile_E - tiles_E
+    # the expert of each tile, and the tile's number within the expert
     tile_M = torch.arange(most, device=ends_E.device)
     expert_M = torch.searchsorted(last_tile_E, tile_M, right=True)
     expert_M = expert_M.clamp(max=experts - 1)
-    number_M = tile_M - first_tile_E[expert_M]
-    begins_E = ends_E - rows_E
-    row_M = begins_E[expert_M] + number_M * BLOCK
-    left_M = ends_E[expert_M] - row_M
+    first_tile_M = first_tile_E[expert_M]
+    number_M = tile_M - first_tile_M
+    # its rows
+    begin_M = begins_E[expert_M]
+    row_M = begin_M + number_M * BLOCK
+    end_M = ends_E[expert_M]
+    left_M = end_M - row_M
     real_M = left_M.clamp(0, BLOCK)
     padded_row_M = tile_M * BLOCK
-    tiles_M4 = torch.stack((expert_M, row_M, real_M, padded_row_M), 1)
+    columns = (expert_M, row_M, real_M, padded_row_M)
+    tiles_M4 = torch.stack(columns, 1)
     count = last_tile_E[-1:]
-    return RowTiles(ends_E.int(), tiles_M4.int(), count.int(), first_tile_E.int())
+    parts = (ends_E, tiles_M4, count, first_tile_E)
+    return RowTiles(*(part.int() for part in parts))
+
+
+def rows_of_experts(ends_E: Tensor) -> Tensor:
+    zero = ends_E.new_zeros(1)
+    return ends_E.diff(prepend=zero)
 
 
 @row_tiles.register_fast("triton")
@@ -64,11 +76,13 @@ def row_tiles_triton(ends_E: Tensor, rows: int) -> RowTiles:
     from moefold.kernels.routing.rows_triton import plan_padded_tiles
 
     plan = plan_padded_tiles(ends_E, rows, BLOCK)
-    return RowTiles(ends_E.int(), plan.tiles_M4, plan.count, plan.first_tile_E)
+    ends_E = ends_E.int()
+    return RowTiles(ends_E, plan.tiles_M4, plan.count, plan.first_tile_E)
 
 
 CASE_SOURCES = 50  # source rows of cases with an index
-ROW_TILE_CASES: dict[str, list[int]] = {  # rows of each expert
+RowsByName = dict[str, list[int]]  # rows of each expert
+ROW_TILE_CASES: RowsByName = {
     "one expert": [300],
     "skewed": [1, 700, 0, 128, 129],
     "many small": [3] * 37,
@@ -82,11 +96,12 @@ def row_tiles_cases(draw: CaseInputs) -> Cases:
     for name, rows_E in ROW_TILE_CASES.items():
         ends_E = ends_of_experts(rows_E, draw.device)
         rows = sum(rows_E)
+        more_rows = rows + 200
         yield KernelCase(name, (ends_E, rows))
-        yield KernelCase(f"{name}, 200 rows behind the last", (ends_E, rows + 200))
+        yield KernelCase(f"{name}, 200 rows behind the last", (ends_E, more_rows))
 
 
-FULL_TILES: dict[str, list[int]] = {  # rows of each expert such that all tiles are in use
+FULL_TILES: RowsByName = {  # such that all tiles are in use
     "one expert": [150],
     "four experts": [1, 129, 5, 100],
 }
@@ -99,21 +114,26 @@ def cases_of_tiles(device: str) -> Iterator[tuple[str, RowTiles, Tensor]]:
         ends_E = ends_of_experts(rows_E, device)
         tiles = row_tiles(ends_E, rows)
         row_R = torch.arange(rows, device=device)
-        index_R = row_R * 7 % (CASE_SOURCES + 1) - 1
+        choices = CASE_SOURCES + 1
+        place_R = row_R * 7 % choices
+        index_R = place_R - 1
         yield name, tiles, index_R.int()
 
 
 def ends_of_experts(rows_E: list[int], device: str) -> Tensor:
-    ends_E = torch.tensor(rows_E, device=device).cumsum(0)
+    counts_E = torch.tensor(rows_E, device=device)
+    ends_E = counts_E.cumsum(0)
     return ends_E.int()
 
 
 def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     """The source row of each padded row; -1 for padding."""
-    place = torch.arange(BLOCK, device=tiles.tiles_M4.device)
-    _, row_M, real_M, _ = tiles.tiles_M4.unbind(1)
-    row_MB = row_M[:, None] + place
-    inside_MB = place < real_M[:, None]
+    tiles_M4 = tiles.tiles_M4
+    place_B = torch.arange(BLOCK, device=tiles_M4.device)
+    row_M1 = tiles_M4[:, 1:2]
+    real_M1 = tiles_M4[:, 2:3]
+    row_MB = row_M1 + place_B
+    inside_MB = place_B < real_M1
     if index_R is not None:
         behind = len(index_R)
         index_and_end = F.pad(index_R, (0, 1), value=-1)
@@ -125,6 +145,7 @@ def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
 
 def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None, padding: float = 0.0) -> Tensor:
     """x_PD: the rows in their padded order."""
-    index_P = padded_index(tiles, index_R)
-    source_and_padding = F.pad(source_ND, (0, 0, 0, 1), value=padding)  # the index -1 reads the last row
-    return source_and_padding[index_P.long()]
+    index_P = padded_index(tiles, index_R).long()
+    one_row = (0, 0, 0, 1)
+    source_and_padding = F.pad(source_ND, one_row, value=padding)  # the index -1 reads the last row
+    return source_and_padding[index_P]

@@ -9,25 +9,33 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moefold.kernels.quantise.fp8 import blocks_for, in_blocks
+
 TILE_ROWS = 128
 TILE_SCALES = 4
+QUARTERS = 4
 QUARTER = 32  # rows of a quarter tile
+TILE_ORDER = (0, 3, 2, 1, 4)  # exchanges quarters and columns of tiles; twice, it changes nothing
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
     """(rows, scales) of a type of one byte, as one row of bytes in the order of the tensor core."""
     rows, columns = scales.shape
-    padded = pad(scales, (0, -columns % TILE_SCALES, 0, -rows % TILE_ROWS))
-    tiles = padded.unflatten(0, (-1, TILE_ROWS // QUARTER, QUARTER)).unflatten(-1, (-1, TILE_SCALES))
-    ordered = tiles.permute(0, 3, 2, 1, 4)  # tile row, tile column, row in a quarter, quarter, scale
+    missing_rows = -rows % TILE_ROWS
+    missing_scales = -columns % TILE_SCALES
+    padded = pad(scales, (0, missing_scales, 0, missing_rows))
+    tiles = in_blocks(padded, -1, TILE_SCALES)
+    tiles = tiles.unflatten(0, (-1, QUARTERS, QUARTER))
+    ordered = tiles.permute(TILE_ORDER)  # tile row, tile column, row in a quarter, quarter, scale
     return ordered.flatten()
 
 
 def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse, without the padding."""
-    tile_columns = -(-columns // TILE_SCALES)
-    quarters = TILE_ROWS // QUARTER
-    tiles = swizzled.view(-1, tile_columns, QUARTER, quarters, TILE_SCALES)
-    ordered = tiles.permute(0, 3, 2, 1, 4)
-    padded = ordered.reshape(-1, tile_columns * TILE_SCALES)
-    return padded[:rows, :columns].contiguous()
+    tile_columns = blocks_for(columns, TILE_SCALES)
+    tiles = swizzled.view(-1, tile_columns, QUARTER, QUARTERS, TILE_SCALES)
+    ordered = tiles.permute(TILE_ORDER)
+    padded_columns = tile_columns * TILE_SCALES
+    padded = ordered.reshape(-1, padded_columns)
+    scales = padded[:rows, :columns]
+    return scales.contiguous()

@@ -14,7 +14,8 @@ def load_tile_index(tile, index_R, r):
     row = tl.load(tile + 1)
     real = tl.load(tile + 2)
     if index_R is None:
-        n = tl.where(r < real, row + r, -1).to(tl.int64)
+        source = tl.where(r < real, row + r, -1)
+        n = source.to(tl.int64)
     else:
         n = load_index(index_R + row + r, r < real)
     return n

@@ -33,10 +33,10 @@ def wide_scales(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule: Scale
         channels_MD = expert_maxima(maxima.columns_MD, tiles)
         columns_MD = scale_from_amax(channels_MD, rule)
         return WideScales(rows_P, columns_MD)
-    most_M1 = maxima.columns_MD.amax(1, keepdim=True)
+    most_M1 = maxima_of_tiles(maxima)
     if kind == "tensor":
-        most_11 = most_M1.amax(0, keepdim=True)
-        most_M1 = most_11.expand_as(most_M1)
+        most_1 = most_M1.amax(0)
+        most_M1 = most_1.expand_as(most_M1)
     else:
         most_M1 = expert_maxima(most_M1, tiles)
     scale_M1 = scale_from_amax(most_M1, rule)
@@ -51,21 +51,28 @@ def wide_scales_triton(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule
         rows_P = launch.scales_of_maxima(maxima.rows_P, rule)
         columns_MD = launch.scales_of_experts(maxima.columns_MD, tiles, rule)
         return WideScales(rows_P, columns_MD)
-    most_M1 = maxima.columns_MD.amax(1, keepdim=True)
+    most_M1 = maxima_of_tiles(maxima)
     if kind == "tensor":
-        most_11 = most_M1.amax(0, keepdim=True)
-        scale_11 = launch.scales_of_maxima(most_11, rule)
-        scale_M1 = scale_11.expand_as(most_M1)
+        most_1 = most_M1.amax(0)
+        scale_1 = launch.scales_of_maxima(most_1, rule)
+        scale_M1 = scale_1.expand_as(most_M1)
     else:
         scale_M1 = launch.scales_of_experts(most_M1, tiles, rule)
     return spread_over_tiles(scale_M1, maxima)
+
+
+def maxima_of_tiles(maxima: TileMaxima) -> Tensor:
+    """The largest magnitude of each tile, (M, 1)."""
+    maxima_MD = maxima.columns_MD
+    return maxima_MD.amax(1, keepdim=True)
 
 
 def spread_over_tiles(scale_M1: Tensor, maxima: TileMaxima) -> WideScales:
     """One scale of each tile, for its rows and for its columns."""
     rows_P = repeat_for_rows(scale_M1)
     columns_MD = scale_M1.expand_as(maxima.columns_MD)
-    return WideScales(rows_P, columns_MD.contiguous())
+    columns_MD = columns_MD.contiguous()
+    return WideScales(rows_P, columns_MD)
 
 
 def expert_maxima(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
@@ -78,33 +85,42 @@ def expert_maxima(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
 def maxima_of_experts(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
     """The largest of each column over all tiles of an expert, (E, D). Tiles not in use hold zeros."""
     expert_M = expert_of_tiles(tiles)
-    expert_MD = expert_M[:, None].expand_as(maxima_MD)
+    expert_M1 = expert_M[:, None]
+    expert_MD = expert_M1.expand_as(maxima_MD)
     experts = len(tiles.ends_E)
-    most_ED = maxima_MD.new_zeros(experts, maxima_MD.shape[1])
+    width = maxima_MD.shape[1]
+    most_ED = maxima_MD.new_zeros(experts, width)
     return most_ED.scatter_reduce(0, expert_MD, maxima_MD, "amax")
 
 
 def expert_of_tiles(tiles: RowTiles) -> Tensor:
-    return tiles.tiles_M4[:, 0].long()
+    expert_M = tiles.tiles_M4[:, 0]
+    return expert_M.long()
 
 
 def scales_of_tiles(scales_ED: Tensor, tiles: RowTiles) -> Tensor:
     """Scales of experts, (E, D) or (E, 1), at each of their tiles."""
-    return scales_ED[expert_of_tiles(tiles)]
+    expert_M = expert_of_tiles(tiles)
+    return scales_ED[expert_M]
 
 
 def repeat_for_rows(scales_M1: Tensor) -> Tensor:
     """One scale of each tile, for each of its rows: (P,)."""
-    return scales_M1.expand(-1, BLOCK).flatten()
+    scales_MB = scales_M1.expand(-1, BLOCK)
+    return scales_MB.flatten()
+
+
+WIDE_KINDS: tuple[WideKind, ...] = ("row", "expert", "tensor")
 
 
 @wide_scales.register_cases
 def wide_scales_cases(draw: CaseInputs) -> Cases:
-    kinds: tuple[WideKind, ...] = ("row", "expert", "tensor")
+    rule = ScaleRule()
     for name, tiles, index_R in cases_of_tiles(draw.device):
         for width in CASE_WIDTHS:
-            source_RD = draw.normal(len(index_R), width)
+            rows = len(index_R)
+            source_RD = draw.normal(rows, width)
             maxima = tile_maxima(source_RD, tiles)
-            for kind in kinds:
-                inputs = (maxima, tiles, kind, ScaleRule())
+            for kind in WIDE_KINDS:
+                inputs = (maxima, tiles, kind, rule)
                 yield KernelCase(f"{name} of width {width}, {kind}", inputs)

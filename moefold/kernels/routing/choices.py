@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choice, Choices, always_runs, triton_computes, triton_runs
+from moefold.kernels.choice import TILED_ROWS, Choice, Choices, always_runs, triton_computes, triton_runs
 from moefold.kernels.facts import Facts
 
 
@@ -26,6 +26,7 @@ CHOICES: Choices = {
             "bf16 on cuda",
             "fp32 sums of exact products on the tensor cores, no fp32 copies of tokens and weights",
         ),
+        TILED_ROWS,
     ),
     "router_topk": (
         Choice(

@@ -28,18 +28,25 @@ ArrangedRows = tuple[Tensor, Tensor, Tensor, Tensor]  # index_R, slots_NK, weigh
 def arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> ArrangedRows:
     """index_R, slots_NK (its inverse), weight_R, and the end of each expert's rows; integers are int32."""
     ids = ids_NK.flatten()
+    device = ids.device
     order = ids.argsort(stable=True)
     sorted_ids = ids[order]
-    expert_E = torch.arange(experts, device=ids.device)
+    expert_E = torch.arange(experts, device=device)
     ends_E = torch.searchsorted(sorted_ids, expert_E, right=True)
-    row_R = torch.arange(len(order), device=order.device)
+    # the row of each choice
+    row_R = torch.arange(len(order), device=device)
     slots = torch.empty_like(order)
     slots.scatter_(0, order, row_R)
     slots_NK = slots.view(ids_NK.shape)
+    # the source of each row
     choices = max(ids_NK.shape[1], 1)
     index_R = order // choices
-    weight_R = weights_NK.flatten()[order]
-    return index_R.int(), slots_NK.int(), weight_R, ends_E.int()
+    weights = weights_NK.flatten()
+    weight_R = weights[order]
+    index_R = index_R.int()
+    slots_NK = slots_NK.int()
+    ends_E = ends_E.int()
+    return index_R, slots_NK, weight_R, ends_E
 
 
 @arrange_rows.register_fast("triton")
@@ -54,11 +61,12 @@ class ArrangeRowsFunction(torch.autograd.Function):
     def forward(ctx, ids_NK, weights_NK, experts):
         from moefold.kernels.routing.router_triton import launch_arrange_rows
 
-        index_R, slots_NK, weight_R, ends_E = launch_arrange_rows(ids_NK, weights_NK, experts)
+        arranged = launch_arrange_rows(ids_NK, weights_NK, experts)
+        index_R, slots_NK, _, ends_E = arranged
         ctx.save_for_backward(slots_NK)
         ctx.mark_non_differentiable(index_R, slots_NK, ends_E)
         ctx.set_materialize_grads(False)
-        return index_R, slots_NK, weight_R, ends_E
+        return arranged
 
     @staticmethod
     def backward(ctx, _index, _slots, dweight_R, _ends):
@@ -83,10 +91,13 @@ ARRANGE_CASE_SIZES = [  # N, K, E
 @arrange_rows.register_cases
 def arrange_rows_cases(draw: CaseInputs) -> Cases:
     for n, k, e in ARRANGE_CASE_SIZES:
-        scores = seeded_randn("cpu", torch.float64, n, e)
+        dtype = torch.float64
+        scores = seeded_randn("cpu", dtype, n, e)
         order = scores.argsort(1)
-        spread = order[:, :k].to(draw.device)
-        one_expert = torch.full_like(spread, e - 1)
+        first_k = order[:, :k]
+        spread = first_k.to(draw.device)
+        last = e - 1
+        one_expert = torch.full_like(spread, last)
         weights = draw.wide(n, k, seed=1)
         name = f"{n} x {k} to {e}"
         yield KernelCase(f"{name}, spread", (spread, weights, e))
@@ -114,35 +125,33 @@ def sum_rows(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = Fals
 
 def with_row_of_zeros(x: Tensor) -> Tensor:
     """A last row of zeros, which the index -1 reads."""
-    zeros = x.new_zeros(1, x.shape[1])
+    width = x.shape[1]
+    zeros = x.new_zeros(1, width)
     return torch.cat((x, zeros))
 
 
 @gather_rows.register_fast("gather_backward")
 def gather_rows_gather_backward(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(source_ND, rows, gather_rows.reference, sum_rows.reference)
+    return move_rows(source_ND, rows, PLAIN_GATHER)
 
 
 @sum_rows.register_fast("gather_backward")
 def sum_rows_gather_backward(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(y_RD, rows, sum_rows.reference, gather_rows.reference)
+    return move_rows(y_RD, rows, PLAIN_SUM)
 
 
 @gather_rows.register_fast("triton")
 def gather_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(source_ND, rows, gather_in_one_pass, sum_in_one_pass)
+    return move_rows(source_ND, rows, ONE_PASS_GATHER)
 
 
 @sum_rows.register_fast("triton")
 def sum_rows_triton(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(y_RD, rows, sum_in_one_pass, gather_in_one_pass)
-
-
-RowMovement = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+    return move_rows(y_RD, rows, ONE_PASS_SUM)
 
 
 class RowLinks(NamedTuple):
@@ -153,56 +162,89 @@ class RowLinks(NamedTuple):
     holes: bool
 
 
-def move_rows(x: Tensor, rows: RowLinks, move: RowMovement, move_back: RowMovement) -> Tensor:
-    return MoveRowsFunction.apply(x, *rows, move, move_back)  # pyright: ignore[reportReturnType]
+RowMovement = Callable[[Tensor, RowLinks], Tensor]
 
 
-def gather_in_one_pass(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool) -> Tensor:
+class RowMove(NamedTuple):
+    """A gather or a sum of rows. The backward of each is the other."""
+
+    forward: RowMovement
+    backward: RowMovement
+
+
+def move_rows(x: Tensor, rows: RowLinks, move: RowMove) -> Tensor:
+    return MoveRowsFunction.apply(x, *rows, move)  # pyright: ignore[reportReturnType]
+
+
+def plain_gather(source_ND: Tensor, rows: RowLinks) -> Tensor:
+    return gather_rows.reference(source_ND, *rows)
+
+
+def plain_sum(y_RD: Tensor, rows: RowLinks) -> Tensor:
+    return sum_rows.reference(y_RD, *rows)
+
+
+def gather_in_one_pass(source_ND: Tensor, rows: RowLinks) -> Tensor:
     from moefold.kernels.routing.rows_triton import gather_by_index
 
-    return gather_by_index(source_ND, index_R)
+    return gather_by_index(source_ND, rows.index_R)
 
 
-def sum_in_one_pass(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool) -> Tensor:
+def sum_in_one_pass(y_RD: Tensor, rows: RowLinks) -> Tensor:
     """Reads each row once; torch's own sum writes K rows per token first."""
     from moefold.kernels.routing.rows_triton import sum_over_slots
 
-    return sum_over_slots(y_RD, slots_NK)
+    return sum_over_slots(y_RD, rows.slots_NK)
+
+
+PLAIN_GATHER = RowMove(plain_gather, plain_sum)
+PLAIN_SUM = RowMove(plain_sum, plain_gather)
+ONE_PASS_GATHER = RowMove(gather_in_one_pass, sum_in_one_pass)
+ONE_PASS_SUM = RowMove(sum_in_one_pass, gather_in_one_pass)
 
 
 class MoveRowsFunction(torch.autograd.Function):
-    """Gather or sum of rows: the backward of each is the other."""
-
     @staticmethod
-    def forward(ctx, x, index_R, slots_NK, holes, move: RowMovement, move_back: RowMovement):
+    def forward(ctx, x, index_R, slots_NK, holes, move: RowMove):
         ctx.save_for_backward(index_R, slots_NK)
         ctx.holes = holes
-        ctx.move_back = move_back
-        return move(x, index_R, slots_NK, holes)
+        ctx.move = move
+        rows = RowLinks(index_R, slots_NK, holes)
+        return move.forward(x, rows)
 
     @staticmethod
     def backward(ctx, d):
         index_R, slots_NK = ctx.saved_tensors
-        moved_back = ctx.move_back(d, index_R, slots_NK, ctx.holes)
-        return moved_back, None, None, None, None, None
+        holes = ctx.holes
+        rows = RowLinks(index_R, slots_NK, holes)
+        move = ctx.move
+        dx = move.backward(d, rows)
+        return dx, None, None, None, None
 
 
 def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> RowLinks:
     """A random index, its slots and whether there are holes. With `drop`, every drop-th row is left out and three rows
     of padding come first."""
-    generator = torch.Generator().manual_seed(n * k)
-    choices = torch.randperm(n * k, generator=generator)
+    count = n * k
+    generator = torch.Generator()
+    generator.manual_seed(count)
+    choices = torch.randperm(count, generator=generator)
     padding = 0
     if drop:
         kept = choices % drop != 0
         choices = choices[kept]
         padding = 3
     sources = choices // max(k, 1)
-    index = F.pad(sources, (padding, 0), value=-1)
-    slots = torch.full((n * k,), -1)
-    slots[choices] = torch.arange(len(choices)) + padding
+    before = (padding, 0)
+    index = F.pad(sources, before, value=-1)
+    rows = torch.arange(len(choices))
+    slots = torch.full((count,), -1)
+    slots[choices] = rows + padding
     slots_NK = slots.view(n, k)
-    return RowLinks(index.to(device), slots_NK.to(device), drop > 0)
+    index = index.to(device)
+    slots_NK = slots_NK.to(device)
+    holes = drop > 0
+    return RowLinks(index, slots_NK, holes)
 
 
 ROW_CASE_SIZES = [  # N, K, D, drop, undefined rows behind the last
@@ -230,25 +272,32 @@ def row_cases(device: str) -> Iterator[RowCase]:
     for n, k, d, drop, spare in ROW_CASE_SIZES:
         order = shuffled_rows(n, k, device, drop)
         defined = len(order.index_R)
-        index_R = F.pad(order.index_R, (0, spare), value=-1)
+        behind = (0, spare)
+        index_R = order.index_R
+        index_R = F.pad(index_R, behind, value=-1)
         name = f"{n} x {k} rows of {d}, drop {drop}"
         if spare:
             name += f", {spare} undefined behind them"
         order = order._replace(index_R=index_R)
-        yield RowCase(name, d, order, (defined, defined + spare))
+        rows = (defined, defined + spare)
+        yield RowCase(name, d, order, rows)
 
 
 @gather_rows.register_cases
 def gather_rows_cases(draw: CaseInputs) -> Cases:
     for case in row_cases(draw.device):
-        sources = len(case.order.slots_NK)
-        source_ND = draw.normal(sources, case.width)
-        yield KernelCase(case.name, (source_ND, *case.order), rows=case.rows)
+        name, width, order, rows = case
+        sources = len(order.slots_NK)
+        source_ND = draw.normal(sources, width)
+        inputs = (source_ND, *order)
+        yield KernelCase(name, inputs, rows=rows)
 
 
 @sum_rows.register_cases
 def sum_rows_cases(draw: CaseInputs) -> Cases:
     for case in row_cases(draw.device):
-        rows = len(case.order.index_R)
-        y_RD = draw.normal(rows, case.width)
-        yield KernelCase(case.name, (y_RD, *case.order), rows=case.rows)
+        name, width, order, rows = case
+        count = len(order.index_R)
+        y_RD = draw.normal(count, width)
+        inputs = (y_RD, *order)
+        yield KernelCase(name, inputs, rows=rows)

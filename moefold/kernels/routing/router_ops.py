@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefold.kernels.linear.matmul import tiled_product
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.layout.gradient_sink import memory_for_gradient
@@ -28,6 +29,14 @@ def router_logits(h_TD: Tensor, w_ED: Tensor) -> Tensor:
     wide_h_TD = h_TD.to(wide)
     wide_w_ED = w_ED.to(wide)
     return wide_h_TD @ wide_w_ED.T
+
+
+@router_logits.register_fast("invariant")
+def router_logits_invariant(h_TD: Tensor, w_ED: Tensor) -> Tensor:
+    wide = torch.promote_types(h_TD.dtype, torch.float32)
+    wide_h_TD = h_TD.to(wide)
+    wide_w_ED = w_ED.to(wide)
+    return tiled_product(wide_h_TD, wide_w_ED)
 
 
 @router_logits.register_fast("bf16_exact")
@@ -43,22 +52,27 @@ class ExactRouterLogits(torch.autograd.Function):
     def forward(ctx, h_TD, w_ED):
         ctx.save_for_backward(h_TD)
         ctx.weight = w_ED  # the Parameter object, not a saved tensor: its gradient sink is an attribute
-        return torch.mm(h_TD, w_ED.T, out_dtype=torch.float32)
+        w_DE = w_ED.T
+        return torch.mm(h_TD, w_DE, out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, d_TE):
         (h_TD,) = ctx.saved_tensors
         w_ED = ctx.weight
         # d = high + low, two bf16 numbers
-        both_T2E = h_TD.new_empty(len(d_TE), 2, len(w_ED))
+        tokens, experts = d_TE.shape
+        both_T2E = h_TD.new_empty(tokens, 2, experts)
         high_TE, low_TE = both_T2E.unbind(1)
         high_TE.copy_(d_TE)
         torch.sub(d_TE, high_TE, out=low_TE)
         both_Te = both_T2E.flatten(1)
-        dh_TD = both_Te @ w_ED.repeat(2, 1)
-        dw_eD = torch.mm(both_Te.T, h_TD, out_dtype=torch.float32)
-        high_ED, low_ED = dw_eD.unflatten(0, (2, -1))
-        dw_ED = torch.add(high_ED, low_ED, out=memory_for_gradient(w_ED))
+        w_eD = w_ED.repeat(2, 1)
+        dh_TD = both_Te @ w_eD
+        both_eT = both_Te.T
+        dw_eD = torch.mm(both_eT, h_TD, out_dtype=torch.float32)
+        high_ED, low_ED = dw_eD.chunk(2)
+        dw_ED = memory_for_gradient(w_ED)
+        torch.add(high_ED, low_ED, out=dw_ED)
         return dh_TD, dw_ED
 
 
@@ -76,7 +90,9 @@ def router_logits_cases(draw: CaseInputs) -> Cases:
         h = draw.normal(t, d)
         scale = d**-0.5
         w = draw.normal(e, d, seed=1, scale=scale)
-        yield KernelCase(f"{t} tokens of {d}, {e} experts", (h, w), hidden=d)
+        name = f"{t} tokens of {d}, {e} experts"
+        inputs = (h, w)
+        yield KernelCase(name, inputs, hidden=d)
 
 
 TopkOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -96,32 +112,42 @@ def router_topk(
     guarantees it on every device, torch.topk on none. `imposed_TK` replaces the choice; gradients still flow through
     the weights. Where an id is -1, no expert, the weight is zero.
     """
-    span = span or TokenSpan(1, len(logits_TE))
+    tokens, experts = logits_TE.shape
+    span = span or TokenSpan(1, tokens)
     logs_TE = log_scores(logits_TE, spec)
     shares_TE = logs_TE.softmax(-1)  # of sigmoids too: by their logs, so that tiny scores keep their shares
     scores_TE = expert_scores(logits_TE, shares_TE, spec)
     ids_TK = imposed_TK
     if ids_TK is None:
         selection_TE = selection_scores(logits_TE, scores_TE, spec)
-        ids_TK = top_k_experts(selection_TE + bias_E, spec)
+        biased_TE = selection_TE + bias_E
+        ids_TK = top_k_experts(biased_TE, spec)
     sources = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}
-    source_TE = sources[spec.normalize]
-    weights_TK = expert_weights(source_TE, ids_TK, spec.normalize == "chosen")
+    normalize = spec.normalize
+    source_TE = sources[normalize]
+    are_logs = normalize == "chosen"
+    weights_TK = expert_weights(source_TE, ids_TK, are_logs)
     # Sums for the balance losses.
-    experts = logits_TE.shape[1]
     counts_TE = count_choices(ids_TK, experts)
     counts_BE = sum_by_sequence(counts_TE, span)
     shares_BE = sum_by_sequence(shares_TE, span)
     z_T1 = logits_TE.logsumexp(-1, keepdim=True)
-    squares_B1 = sum_by_sequence(z_T1.square(), span)
-    return weights_TK * spec.scale, ids_TK, counts_BE, shares_BE, squares_B1[:, 0]
+    squares_T1 = z_T1.square()
+    squares_B1 = sum_by_sequence(squares_T1, span)
+    squares_B = squares_B1[:, 0]
+    weights_TK = weights_TK * spec.scale
+    return weights_TK, ids_TK, counts_BE, shares_BE, squares_B
 
 
 def sum_by_sequence(x_TN: Tensor, span: TokenSpan) -> Tensor:
     """N sums over the tokens of each sequence: (B, N)."""
-    behind = span.sequences * span.length - span.first - len(x_TN)
-    padded = F.pad(x_TN, (0, 0, span.first, behind))
-    by_sequence = padded.unflatten(0, (span.sequences, span.length))
+    before = span.first
+    all_tokens = span.sequences * span.length
+    behind = all_tokens - before - len(x_TN)
+    around = (0, 0, before, behind)
+    padded = F.pad(x_TN, around)
+    shape = (span.sequences, span.length)
+    by_sequence = padded.unflatten(0, shape)
     return by_sequence.sum(1)
 
 
@@ -147,22 +173,26 @@ def expert_scores(logits_TE: Tensor, shares_TE: Tensor, spec: RouterSpec) -> Ten
 
 def count_choices(ids_NK: Tensor, experts: int) -> Tensor:
     """How often each expert occurs in each row: (N, E). The id -1 is not counted."""
-    zeros = ids_NK.new_zeros(len(ids_NK), experts, dtype=torch.int64)
+    shape = (len(ids_NK), experts)
+    zeros = ids_NK.new_zeros(shape, dtype=torch.int64)
     chosen = ids_NK >= 0
+    ones = chosen.long()
     columns = ids_NK.clamp(min=0)
-    return zeros.scatter_add_(1, columns, chosen.long())
+    return zeros.scatter_add_(1, columns, ones)
 
 
 def selection_scores(logits_TE: Tensor, scores_TE: Tensor, spec: RouterSpec) -> Tensor:
     """The scores that experts are selected by, before the bias."""
-    selection_TE = logits_TE if spec.score == "softmax_chosen" else scores_TE
+    by_logit = spec.score == "softmax_chosen"
+    selection_TE = logits_TE if by_logit else scores_TE
     return selection_TE.detach()
 
 
 def top_k_experts(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
     if spec.groups > spec.groups_chosen:
         allowed_TE = in_best_groups(selection_TE, spec)
-        selection_TE = selection_TE.masked_fill(~allowed_TE, -torch.inf)
+        excluded_TE = ~allowed_TE
+        selection_TE = selection_TE.masked_fill(excluded_TE, -torch.inf)
     order_TE = stable_order(selection_TE)
     return order_TE[:, : spec.k]
 
@@ -175,12 +205,15 @@ def stable_order(scores: Tensor) -> Tensor:
 
 def in_best_groups(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
     """Which experts lie in the groups that a token may choose from."""
-    by_group_TGe = selection_TE.unflatten(-1, (spec.groups, -1))
+    shape = (spec.groups, -1)
+    by_group_TGe = selection_TE.unflatten(-1, shape)
     group_size = by_group_TGe.shape[-1]
-    wanted = 2 if spec.group_score == "best_two" else 1
-    wanted = min(wanted, group_size)
+    wanted = 1
+    if spec.group_score == "best_two":
+        wanted = min(2, group_size)
     best_experts = by_group_TGe.topk(wanted, dim=-1)
-    score_TG = best_experts.values.sum(-1)
+    best_scores = best_experts.values
+    score_TG = best_scores.sum(-1)
     order_TG = stable_order(score_TG)
     best_groups = order_TG[:, : spec.groups_chosen]
     allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool)
@@ -208,9 +241,12 @@ def router_topk_triton(
     imposed_TK: Tensor | None = None,
     span: TokenSpan | None = None,
 ) -> TopkOutputs:
-    if imposed_TK is not None and imposed_TK.shape[1] != spec.k:  # expert choice: as many columns as experts
+    tokens = len(logits_TE)
+    k = spec.k
+    columns = k if imposed_TK is None else imposed_TK.shape[1]
+    if columns != k:  # expert choice: as many columns as experts
         return router_topk.reference(logits_TE, bias_E, spec, imposed_TK, span)
-    span = span or TokenSpan(1, len(logits_TE))
+    span = span or TokenSpan(1, tokens)
     return RouterTopkFunction.apply(logits_TE, bias_E, spec, imposed_TK, span)  # pyright: ignore[reportReturnType]
 
 
@@ -224,28 +260,36 @@ class RouterTopkFunction(torch.autograd.Function):
         logits_TE = logits_TE.contiguous()
         if imposed_TK is not None:
             imposed_TK = imposed_TK.contiguous()
-        weights_TK, ids_TK, *sums = launch_router_topk(logits_TE, bias_E, spec, imposed_TK, span)
+        outputs = launch_router_topk(logits_TE, bias_E, spec, imposed_TK, span)
+        weights_TK, ids_TK, counts_BE, *_ = outputs
         ctx.save_for_backward(logits_TE, weights_TK, ids_TK)
         ctx.spec = spec
         ctx.span = span
-        ctx.mark_non_differentiable(ids_TK, sums[0])
+        ctx.mark_non_differentiable(ids_TK, counts_BE)
         ctx.set_materialize_grads(False)
-        return weights_TK, ids_TK, *sums
+        return outputs
 
     @staticmethod
     def backward(ctx, *gradients):
         from moefold.kernels.routing.router_triton import launch_topk_backward
 
-        logits_TE, weights_TK, ids_TK = ctx.saved_tensors
-        dweights_TK, _, _, dshares_BE, dsquares_B = map(contiguous_or_none, gradients)
+        dweights_TK, _, _, dshares_BE, dsquares_B = gradients
+        dweights_TK = contiguous_or_none(dweights_TK)
+        dshares_BE = contiguous_or_none(dshares_BE)
+        dsquares_B = contiguous_or_none(dsquares_B)
         outputs = (dweights_TK, dshares_BE, dsquares_B)
+        logits_TE, weights_TK, ids_TK = ctx.saved_tensors
         inputs = (logits_TE, weights_TK, ids_TK)
-        dlogits_TE = launch_topk_backward(*outputs, *inputs, ctx.spec, ctx.span)
+        spec = ctx.spec
+        span = ctx.span
+        dlogits_TE = launch_topk_backward(*outputs, *inputs, spec, span)
         return dlogits_TE, None, None, None, None
 
 
 def contiguous_or_none(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.contiguous()
+    if gradient is None:
+        return None
+    return gradient.contiguous()
 
 
 ROUTER_SPECS = [
@@ -272,34 +316,42 @@ TOPK_CASE_SIZES = [  # T, E
 def router_topk_cases(draw: CaseInputs) -> Cases:
     for t, e in TOPK_CASE_SIZES:
         logits = draw.wide(t, e)
-        bias = draw.wide(e, seed=1, scale=0.01).detach()
+        bias = draw.wide(e, seed=1, scale=0.01)
+        scores = (logits, bias.detach())
         name = f"{t} tokens, {e} experts"
         for spec in ROUTER_SPECS:
-            yield KernelCase(f"{name}, {spec}", (logits, bias, spec))
-        spec = RouterSpec(2)
-        imposed = imposed_ids(t, e, draw.device)
-        yield KernelCase(f"{name}, imposed", (logits, bias, spec, imposed))
+            yield KernelCase(f"{name}, {spec}", (*scores, spec))
+        common = (*scores, RouterSpec(2))
+        device = draw.device
+        imposed = imposed_ids(t, e, device)
+        yield KernelCase(f"{name}, imposed", (*common, imposed))
         twice = torch.cat((imposed, imposed), dim=1)
         sliced = twice[:, :2]  # not contiguous
-        yield KernelCase(f"{name}, a slice imposed", (logits, bias, spec, sliced))
-        any_number = expert_choice_ids(t, e, draw.device)
-        yield KernelCase(f"{name}, any number imposed", (logits, bias, spec, any_number))
-        span = TokenSpan(3, t, t // 2)  # a part of the first sequence, a part of the second, nothing of the third
-        yield KernelCase(f"{name}, of sequences", (logits, bias, spec, imposed, span))
+        yield KernelCase(f"{name}, a slice imposed", (*common, sliced))
+        any_number = expert_choice_ids(t, e, device)
+        yield KernelCase(f"{name}, any number imposed", (*common, any_number))
+        half = t // 2
+        span = TokenSpan(3, t, half)  # a part of the first sequence, a part of the second, nothing of the third
+        yield KernelCase(f"{name}, of sequences", (*common, imposed, span))
 
 
 def imposed_ids(tokens: int, experts: int, device: str) -> Tensor:
     """Two experts for each token; every fifth token has none."""
-    numbers = torch.arange(tokens * 2, device=device)
-    ids = numbers.view(tokens, 2) % experts
+    count = tokens * 2
+    numbers = torch.arange(count, device=device)
+    pairs = numbers.view(tokens, 2)
+    ids = pairs % experts
     token = torch.arange(tokens, device=device)
     is_fifth = token % 5 == 4
-    return ids.masked_fill(is_fifth[:, None], -1)
+    is_fifth = is_fifth[:, None]
+    return ids.masked_fill(is_fifth, -1)
 
 
 def expert_choice_ids(tokens: int, experts: int, device: str) -> Tensor:
     """A third of all experts for each token, in columns of their own; -1 elsewhere."""
-    ids = torch.arange(experts, device=device).expand(tokens, experts)
+    expert = torch.arange(experts, device=device)
+    ids = expert.expand(tokens, experts)
     token = torch.arange(tokens, device=device)
-    third = (ids + token[:, None]) % 3
-    return torch.where(third == 0, ids, -1)
+    number = ids + token[:, None]
+    is_third = number % 3 == 0
+    return torch.where(is_third, ids, -1)

@@ -14,12 +14,16 @@ from triton.language import constexpr
 
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.kernels.tile_triton import (
+    fp32_zeros,
     load_or_zero,
+    numbers_from,
     program_block,
+    store_inside,
     tile_mask,
     tile_offsets,
     tile_pointers,
     wide_program_id,
+    zero_outside,
 )
 
 BLOCK = 256  # choices that one program sorts
@@ -29,7 +33,8 @@ SCAN_STEP = 512  # blocks of choices that it adds up at a time
 
 @triton.jit
 def log_sigmoid(x):
-    smallness = tl.exp(-tl.abs(x))
+    size = tl.abs(x)
+    smallness = tl.exp(-size)
     correction = tl.log(1.0 + smallness)
     return tl.minimum(x, 0.0) - correction
 
@@ -39,8 +44,10 @@ def powers_below_top(logs, inside):
     """Of each token: its largest log, the powers of all relative to it (outside, zero), and their sum."""
     top = tl.max(logs, 1)
     below = logs - top[:, None]
-    powers = tl.where(inside, tl.exp(below), 0.0)
-    return top, powers, tl.sum(powers, 1)
+    powers = tl.exp(below)
+    powers = zero_outside(powers, inside)
+    total = tl.sum(powers, 1)
+    return top, powers, total
 
 
 @triton.jit
@@ -49,7 +56,8 @@ def normalized_scores(logits, inside, SIGMOID: constexpr):
     logs = log_sigmoid(logits) if SIGMOID else logits
     logs = tl.where(inside, logs, -1e30)
     _, powers, total = powers_below_top(logs, inside)
-    return logs, powers / total[:, None]
+    shares = powers / total[:, None]
+    return logs, shares
 
 
 @triton.jit
@@ -59,7 +67,8 @@ def log_sum_exp(logits, inside):
     top, powers, total = powers_below_top(masked, inside)
     total = tl.maximum(total, 1e-30)
     z = top + tl.log(total)
-    return z, powers / total[:, None]
+    softmax = powers / total[:, None]
+    return z, softmax
 
 
 @triton.jit
@@ -71,7 +80,8 @@ def program_tokens(T, length, first, blocks, TOKENS: constexpr):
     begin = sequence * length - first
     end = tl.minimum(begin + length, T)
     begin = tl.maximum(begin, 0)
-    t = begin + block * TOKENS + tl.arange(0, TOKENS)
+    first_here = begin + block * TOKENS
+    t = numbers_from(first_here, TOKENS)
     return sequence, t, t < end
 
 
@@ -85,7 +95,9 @@ def is_column(e, which):
 def put_column(matrix, e, number, value):
     """The matrix with a value for each row in the column of that number."""
     here = e == number
-    return tl.where(here[None, :], value[:, None], matrix)
+    here = here[None, :]
+    value = value[:, None]
+    return tl.where(here, value, matrix)
 
 
 @triton.jit
@@ -93,9 +105,11 @@ def best_candidate(score, free, e, WIDTH: constexpr):
     """The highest score among the free, and its column; of equals the lowest column."""
     free_score = tl.where(free, score, -float("inf"))
     top = tl.max(free_score, 1)
-    best = free & (score == top[:, None])
-    column = tl.where(best, e[None, :], WIDTH)
-    return top, tl.min(column, 1)
+    is_top = score == top[:, None]
+    best = free & is_top
+    columns = tl.where(best, e[None, :], WIDTH)
+    column = tl.min(columns, 1)
+    return top, column
 
 
 @triton.jit
@@ -116,10 +130,11 @@ def in_best_groups(
     TOKENS: constexpr, WIDTH: constexpr, PLACES: constexpr,
 ):  # fmt: skip
     """Which experts lie in the CHOSEN best of GROUPS groups."""
-    group = e // (E // GROUPS)
+    group_size = E // GROUPS
+    group = e // group_size
     g = tl.arange(0, PLACES)
     # scores of groups
-    score_TG = tl.zeros([TOKENS, PLACES], tl.float32)
+    score_TG = fp32_zeros(TOKENS, PLACES)
     for number in tl.static_range(GROUPS):
         in_group = group == number
         mine = inside & in_group[None, :]
@@ -150,7 +165,8 @@ def softmax_over_chosen(logs, there):
     """Shares of one among the chosen; of a token without any, zeros."""
     masked = tl.where(there, logs, -1e30)
     _, powers, total = powers_below_top(masked, there)
-    divisor = tl.where(total > 0, total, 1.0)
+    has_any = total > 0
+    divisor = tl.where(has_any, total, 1.0)
     return powers / divisor[:, None]
 
 
@@ -158,8 +174,9 @@ def softmax_over_chosen(logs, there):
 def router_topk_kernel(
     logits_TE, bias_E, parts, weights_TK, ids_TK,
     T, E, length, first, blocks, scale,
-    K: constexpr, SCORE: constexpr, NORMALIZE: constexpr, GROUPS: constexpr, CHOSEN: constexpr,
-    PAIRS: constexpr, IMPOSED: constexpr,
+    K: constexpr, SCORE: constexpr, NORMALIZE: constexpr,
+    GROUPS: constexpr, CHOSEN: constexpr, PAIRS: constexpr,
+    IMPOSED: constexpr,
     TOKENS: constexpr, WIDTH: constexpr, SLOTS: constexpr, PLACES: constexpr,
 ):  # fmt: skip
     """Scores, then K times the best that is left, then the weights of the chosen. IMPOSED: ids_TK are given. A line of
@@ -171,19 +188,22 @@ def router_topk_kernel(
     inside = tile_mask(there_t, real_e)
     at = tile_offsets(t, e, E)
     logits = load_or_zero(logits_TE + at, inside)
-    logs, shares = normalized_scores(logits, inside, SCORE == "sigmoid")
+    IS_SIGMOID: constexpr = SCORE == "sigmoid"
+    logs, shares = normalized_scores(logits, inside, IS_SIGMOID)
     # sums of shares and squares over this program's tokens
     program = wide_program_id(0)
-    line = parts + program * (2 * E + 1)
-    real_shares = tl.where(inside, shares, 0.0)
+    sums = 2 * E + 1
+    line = parts + program * sums
+    real_shares = zero_outside(shares, inside)
     shares_E = tl.sum(real_shares, 0)
-    tl.store(line + E + e, shares_E, mask=real_e)
+    store_inside(line + E + e, shares_E, real_e)
     z, _ = log_sum_exp(logits, inside)
-    squares = tl.where(there_t, z * z, 0.0)
+    squares = z * z
+    squares = zero_outside(squares, there_t)
     square = tl.sum(squares, 0)
     tl.store(line + 2 * E, square)
     # what the weights are made from
-    scores = tl.sigmoid(logits) if SCORE == "sigmoid" else shares
+    scores = tl.sigmoid(logits) if IS_SIGMOID else shares
     if NORMALIZE == "chosen":
         source = logs
     elif NORMALIZE == "all":
@@ -200,9 +220,10 @@ def router_topk_kernel(
     # main loop over the K choices
     k = tl.arange(0, SLOTS)
     free = inside
-    values = tl.zeros([TOKENS, SLOTS], tl.float32)
-    ids = tl.zeros([TOKENS, SLOTS], tl.int32) - 1
-    counts = tl.zeros([TOKENS, WIDTH], tl.float32)
+    values = fp32_zeros(TOKENS, SLOTS)
+    zeros = tl.zeros([TOKENS, SLOTS], tl.int32)
+    ids = zeros - 1
+    counts = fp32_zeros(TOKENS, WIDTH)
     for turn in tl.static_range(K):
         # the expert of this turn
         if IMPOSED:
@@ -212,51 +233,58 @@ def router_topk_kernel(
             which = tl.minimum(best, E - 1)  # there is no best one where all scores are NaN
         taken = is_column(e, which)
         free = free & ~taken
-        counts += tl.where(taken & inside, 1.0, 0.0)
+        counted = taken & inside
+        counts += tl.where(counted, 1.0, 0.0)
         # its place among the chosen
-        taken_source = tl.where(taken, source, 0.0)
+        taken_source = zero_outside(source, taken)
         value = tl.sum(taken_source, 1)
         values = put_column(values, k, turn, value)
         ids = put_column(ids, k, turn, which)
     counts_E = tl.sum(counts, 0)
-    tl.store(line + e, counts_E, mask=real_e)
+    store_inside(line + e, counts_E, real_e)
     # epilogue: normalise over the chosen, scale, store
     there = ids >= 0
     if NORMALIZE == "chosen":
         values = softmax_over_chosen(values, there)
-    weights = tl.where(there, values * scale, 0.0)
+    scaled = values * scale
+    weights = zero_outside(scaled, there)
     out = tile_offsets(t, k, K)
     real = tile_mask(there_t, k < K)
-    tl.store(weights_TK + out, weights, mask=real)
+    store_inside(weights_TK + out, weights, real)
     if not IMPOSED:
         ids = ids.to(tl.int64)
-        tl.store(ids_TK + out, ids, mask=real)
+        store_inside(ids_TK + out, ids, real)
 
 
 @triton.jit
 def scatter_to_experts(d, ids_TK, t, there_t, e, k, K: constexpr, TOKENS: constexpr, WIDTH: constexpr):
     """Values of the choices, in the columns of the experts chosen."""
-    sent = tl.zeros([TOKENS, WIDTH], tl.float32)
+    sent = fp32_zeros(TOKENS, WIDTH)
     for turn in tl.static_range(K):
         which = chosen_expert(ids_TK, t, there_t, turn, K)
         is_turn = k == turn
-        of_turn = tl.where(is_turn[None, :], d, 0.0)
+        is_turn = is_turn[None, :]
+        of_turn = zero_outside(d, is_turn)
         value = tl.sum(of_turn, 1)
         mine = is_column(e, which)
-        sent += tl.where(mine, value[:, None], 0.0)
+        value = value[:, None]
+        sent += zero_outside(value, mine)
     return sent
 
 
 @triton.jit
 def softmax_backward(probs, d):
     """dlog = p (dp - p . dp)."""
-    along = tl.sum(probs * d, 1)
-    return probs * (d - along[:, None])
+    products = probs * d
+    along = tl.sum(products, 1)
+    excess = d - along[:, None]
+    return probs * excess
 
 
 @triton.jit
 def router_topk_backward_kernel(
-    dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE,
+    dweights_TK, dshares_SE, dsquares_S,
+    logits_TE, weights_TK, ids_TK, dlogits_TE,
     T, E, length, first, blocks, scale,
     K: constexpr, SCORE: constexpr, NORMALIZE: constexpr,
     TOKENS: constexpr, WIDTH: constexpr, SLOTS: constexpr,
@@ -270,11 +298,12 @@ def router_topk_backward_kernel(
     inside = tile_mask(there_t, e < E)
     at = tile_offsets(t, e, E)
     logits = load_or_zero(logits_TE + at, inside)
-    _, shares = normalized_scores(logits, inside, SCORE == "sigmoid")
+    IS_SIGMOID: constexpr = SCORE == "sigmoid"
+    _, shares = normalized_scores(logits, inside, IS_SIGMOID)
     # gradient of the chosen scores
     chosen = tile_offsets(t, k, K)
     real = tile_mask(there_t, k < K)
-    d = tl.zeros([TOKENS, SLOTS], tl.float32)
+    d = fp32_zeros(TOKENS, SLOTS)
     if dweights_TK is not None:
         dweights = load_or_zero(dweights_TK + chosen, real)
         d += dweights * scale
@@ -284,18 +313,19 @@ def router_topk_backward_kernel(
         d = softmax_backward(probs, d)
     sent = scatter_to_experts(d, ids_TK, t, there_t, e, k, K, TOKENS, WIDTH)
     # gradient of the shares, then of the logs
-    dshares = tl.zeros([TOKENS, WIDTH], tl.float32)
+    dshares = fp32_zeros(TOKENS, WIDTH)
     if dshares_SE is not None:
         line = dshares_SE + sequence * E
         from_losses = load_or_zero(line + e, e < E)
         dshares += from_losses[None, :]
-    if NORMALIZE == "all" or (NORMALIZE == "none" and SCORE != "sigmoid"):
+    FROM_SHARES: constexpr = NORMALIZE == "none" and not IS_SIGMOID
+    if NORMALIZE == "all" or FROM_SHARES:
         dshares += sent
     dlogs = softmax_backward(shares, dshares)
     if NORMALIZE == "chosen":
         dlogs += sent
     # gradient of the logits; s = sigmoid(x): d log s = (1 - s) dx, d s = s (1 - s) dx
-    if SCORE == "sigmoid":
+    if IS_SIGMOID:
         s = tl.sigmoid(logits)
         if NORMALIZE == "none":
             dlogs += s * sent
@@ -306,15 +336,17 @@ def router_topk_backward_kernel(
         dsquare = tl.load(dsquares_S + sequence)
         twice = dsquare * 2
         dlogs += twice * z[:, None] * powers
-    tl.store(dlogits_TE + at, dlogs, mask=inside)
+    store_inside(dlogits_TE + at, dlogs, inside)
 
 
 @triton.jit
 def load_choices(ids_R, e, R, WIDTH: constexpr, BLOCK: constexpr):
     """This block's choices, and for each of them a line of experts with a one in its column."""
     r = program_block(0, BLOCK)
-    ids = tl.load(ids_R + r, mask=r < R, other=WIDTH)
-    same = is_column(e, ids.to(tl.int32))
+    real = r < R
+    ids = tl.load(ids_R + r, mask=real, other=WIDTH)
+    ids = ids.to(tl.int32)
+    same = is_column(e, ids)
     return r, same.to(tl.int32)
 
 
@@ -325,7 +357,8 @@ def count_choices_kernel(ids_R, counts_BE, R, E, WIDTH: constexpr, BLOCK: conste
     _, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
     counts = tl.sum(same, 0)
     line = counts_BE + tl.program_id(0) * E
-    tl.store(line + e, counts, mask=e < E)
+    real_e = e < E
+    store_inside(line + e, counts, real_e)
 
 
 @triton.jit
@@ -334,20 +367,24 @@ def block_offsets_kernel(counts_BE, total_E, B, E, WIDTH: constexpr, STEP: const
     e = program_block(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
     for first in range(0, B, STEP):
-        b = first + tl.arange(0, STEP)
+        b = numbers_from(first, STEP)
         inside = tile_mask(b < B, e < E)
         at = tile_pointers(counts_BE, b, e, E)
         counts = load_or_zero(at, inside)
-        before = tl.cumsum(counts, 0) - counts
+        up_to = tl.cumsum(counts, 0)
+        before = up_to - counts
         offsets = total[None, :] + before
-        tl.store(at, offsets, mask=inside)
+        store_inside(at, offsets, inside)
         total += tl.sum(counts, 0)
-    tl.store(total_E + e, total, mask=e < E)
+    real_e = e < E
+    store_inside(total_E + e, total, real_e)
 
 
 @triton.jit
 def place_rows_kernel(
-    ids_R, weights_R, base_BE, total_E, index_R, slots_R, weight_R, ends_E, R, E,
+    ids_R, weights_R, base_BE, total_E,
+    index_R, slots_R, weight_R, ends_E,
+    R, E,
     K: constexpr, WIDTH: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Third pass: the row of each choice, in both directions, and its weight."""
@@ -357,21 +394,26 @@ def place_rows_kernel(
     ends = tl.cumsum(total, 0)
     begins = ends - total
     if tl.program_id(0) == 0:
-        tl.store(ends_E + e, ends, mask=e < E)
+        real_e = e < E
+        store_inside(ends_E + e, ends, real_e)
     r, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
     # an expert's first row, plus its rows of earlier blocks, plus its rows of this block
     line = base_BE + tl.program_id(0) * E
     earlier = load_or_zero(line + e, e < E)
     base = begins + earlier
-    before = tl.cumsum(same, 0) - 1
+    up_to = tl.cumsum(same, 0)
+    before = up_to - 1
     rank = base[None, :] + before
-    row = tl.sum(same * rank, 1)
+    own_rank = same * rank
+    row = tl.sum(own_rank, 1)
     # the row's token, the choice's row, the row's weight
     real = r < R
-    tl.store(slots_R + r, row, mask=real)
-    tl.store(index_R + row, r // K, mask=real)
+    store_inside(slots_R + r, row, real)
+    at = index_R + row
+    token = r // K
+    store_inside(at, token, real)
     weight = load_or_zero(weights_R + r, real)
-    tl.store(weight_R + row, weight, mask=real)
+    store_inside(weight_R + row, weight, real)
 
 
 def topk_tile_shape(experts: int, choices: int) -> dict[str, int]:
@@ -391,22 +433,27 @@ def launch_router_topk(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights and ids of the chosen experts; over sequences: counts of choices, scores as shares of one, squares."""
     t, experts = logits_TE.shape
-    weights_TK = logits_TE.new_empty(t, spec.k)
+    k = spec.k
+    weights_TK = logits_TE.new_empty(t, k)
     ids_TK = imposed_TK
     if ids_TK is None:
-        ids_TK = logits_TE.new_empty(t, spec.k, dtype=torch.int64)
-    tile = topk_tile_shape(experts, spec.k)
-    blocks = triton.cdiv(span.length, tile["TOKENS"])  # of a sequence
-    parts = logits_TE.new_empty(span.sequences, blocks, 2 * experts + 1)
+        ids_TK = torch.empty_like(weights_TK, dtype=torch.int64)
+    tile = topk_tile_shape(experts, k)
+    length = span.length
+    sequences = span.sequences
+    blocks = triton.cdiv(length, tile["TOKENS"])  # of a sequence
+    sums = 2 * experts + 1
+    parts = logits_TE.new_empty(sequences, blocks, sums)
     if blocks:
-        grid = (span.sequences * blocks,)
+        grid = (sequences * blocks,)
         tensors = (logits_TE, bias_E, parts, weights_TK, ids_TK)
-        sizes = (t, experts, span.length, span.first, blocks, spec.scale)
-        rule = (spec.k, spec.score, spec.normalize, spec.groups, spec.groups_chosen)
-        group_size = experts // spec.groups
-        pairs = spec.group_score == "best_two" and group_size > 1
+        sizes = (t, experts, length, span.first, blocks, spec.scale)
+        groups = spec.groups
+        rule = (k, spec.score, spec.normalize, groups, spec.groups_chosen)
+        has_pairs = experts // groups > 1
+        pairs = spec.group_score == "best_two" and has_pairs
         imposed = imposed_TK is not None
-        places = triton.next_power_of_2(spec.groups)
+        places = triton.next_power_of_2(groups)
         launch = router_topk_kernel[grid]
         launch(*tensors, *sizes, *rule, PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile)
     sums_SP = parts.sum(1)
@@ -429,19 +476,22 @@ def launch_topk_backward(
 ) -> Tensor:
     t, experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
-    tile = topk_tile_shape(experts, spec.k)
-    blocks = triton.cdiv(span.length, tile["TOKENS"])
+    k = spec.k
+    tile = topk_tile_shape(experts, k)
+    length = span.length
+    blocks = triton.cdiv(length, tile["TOKENS"])
     if t:
         grid = (span.sequences * blocks,)
         gradients = (dweights_TK, dshares_SE, dsquares_S)
         tensors = (logits_TE, weights_TK, ids_TK, dlogits_TE)
-        sizes = (t, experts, span.length, span.first, blocks, spec.scale)
+        sizes = (t, experts, length, span.first, blocks, spec.scale)
+        rule = (k, spec.score, spec.normalize)
         launch = router_topk_backward_kernel[grid]
-        launch(*gradients, *tensors, *sizes, spec.k, spec.score, spec.normalize, **tile)
+        launch(*gradients, *tensors, *sizes, *rule, **tile)
     return dlogits_TE
 
 
-def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tuple[Tensor, ...]:
     """Rows sorted by expert, stably: index_R, slots_NK, weight_R and the end of each expert. A counting sort in three
     passes (count, scan, place): the same on every run, and nothing waits for the host."""
     n, k = ids_NK.shape

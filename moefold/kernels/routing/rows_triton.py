@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_pointers, wide_program_id
+from moefold.kernels.tile_triton import (
+    load_or_zero,
+    numbers_from,
+    program_block,
+    store_inside,
+    tile_mask,
+    tile_pointers,
+    wide_program_id,
+)
 
 TILE = 128
 GATHER_ROWS = 16  # rows of one program of a gather
@@ -47,7 +55,7 @@ def gather_rows_kernel(source_ND, index_R, out_RD, R, D, ROWS: constexpr, COLS: 
     inside = tile_mask(r < R, c < D)
     r = r.to(tl.int64)
     at = tile_pointers(out_RD, r, c, D)
-    tl.store(at, x, mask=inside)
+    store_inside(at, x, inside)
 
 
 @triton.jit
@@ -57,33 +65,39 @@ def gather_padded_kernel(
     """Some rows of a tile. Zeros follow an expert's last row up to the end of its half tile."""
     # the tile: its first row, its real rows, its first padded row
     programs = TILE // ROWS  # of a tile
-    tile = tiles_M4 + 4 * (tl.program_id(0) // programs)
+    number = tl.program_id(0) // programs
+    tile = tiles_M4 + 4 * number
     row = tl.load(tile + 1)
     real = tl.load(tile + 2)
     padded_row = tl.load(tile + 3)
     pad = padded_row.to(tl.int64)
     # this program's part of it
     part = tl.program_id(0) % programs
-    r = part * ROWS + tl.arange(0, ROWS)
+    r = numbers_from(part * ROWS, ROWS)
     c = program_block(1, COLS)
-    n = load_index(index_R + row + r, r < real)
+    at = index_R + row + r
+    n = load_index(at, r < real)
     x = load_source_rows(source_ND, n, c, D)
     # rows of half tiles that have begun
-    half = r // (TILE // 2)
-    filled = half * (TILE // 2) < real
+    HALF: constexpr = TILE // 2
+    half = r // HALF
+    filled = half * HALF < real
     inside = tile_mask(filled, c < D)
-    at = tile_pointers(out_PD, pad + r, c, D)
-    tl.store(at, x, mask=inside)
+    padded = pad + r
+    at = tile_pointers(out_PD, padded, c, D)
+    store_inside(at, x, inside)
 
 
 @triton.jit
 def zero_behind_kernel(x_RD, last_end, R, D, COLS: constexpr):
     """Zeros in one of the rows behind the last expert's."""
     behind = tl.load(last_end)
-    row = behind.to(tl.int64) + tl.program_id(0)
+    behind = behind.to(tl.int64)
+    row = behind + tl.program_id(0)
     c = program_block(1, COLS)
     inside = (c < D) & (row < R)
-    tl.store(x_RD + row * D + c, 0.0, mask=inside)
+    at = x_RD + row * D + c
+    store_inside(at, 0.0, inside)
 
 
 @triton.jit
@@ -94,19 +108,23 @@ def sum_slots_kernel(y_RD, slots_NK, out_ND, D, K: constexpr, COLS: constexpr, W
     real_c = c < D
     total = tl.zeros([COLS], WIDE)
     for k in tl.static_range(K):
-        slot = tl.load(slots_NK + n * K + k)
+        at = slots_NK + n * K + k
+        slot = tl.load(at)
         r = slot.to(tl.int64)
         held = (r >= 0) & real_c
-        y = load_or_zero(y_RD + r * D + c, held)
+        at = y_RD + r * D + c
+        y = load_or_zero(at, held)
         total += y.to(WIDE)
     rounded = total.to(out_ND.dtype.element_ty)
-    tl.store(out_ND + n * D + c, rounded, mask=real_c)
+    at = out_ND + n * D + c
+    store_inside(at, rounded, real_c)
 
 
 @triton.jit
 def sum_of_selected(selected, values):
     """For each line of ones and zeros the sum of the values at its ones."""
-    return tl.sum(selected * values[None, :], 1)
+    summands = selected * values[None, :]
+    return tl.sum(summands, 1)
 
 
 @triton.jit
@@ -120,26 +138,33 @@ def row_tiles_kernel(
     e = tl.arange(0, WIDTH)
     real_e = e < E
     ends = load_or_zero(ends_E + e, real_e)
-    begins = load_or_zero(ends_E + e - 1, (e > 0) & real_e)
-    rows = tl.where(real_e, ends - begins, 0)
+    before_e = ends_E + e - 1
+    has_before = (e > 0) & real_e
+    begins = load_or_zero(before_e, has_before)
+    rows = ends - begins
+    rows = tl.where(real_e, rows, 0)
     tiles = (rows + TILE - 1) // TILE
     # where its tiles begin and end
     last = tl.cumsum(tiles, 0)
     opening = last - tiles
     # experts that lie before tile m, and those that have begun by then
     m = program_block(0, BLOCK)
-    is_before = m[:, None] >= last[None, :]
+    m_column = m[:, None]
+    is_before = m_column >= last[None, :]
     not_last = e < E - 1
     is_before = is_before & not_last[None, :]
     before = is_before.to(tl.int32)
-    has_begun = m[:, None] >= opening[None, :]
+    has_begun = m_column >= opening[None, :]
     begun = has_begun.to(tl.int32)
     # the tile's number within its expert, its first row, and the expert's rows from there on
     number = m - sum_of_selected(before, tiles)
-    row = sum_of_selected(before, rows) + number * TILE
-    left = sum_of_selected(begun, rows) - row
+    expert_row = sum_of_selected(before, rows)
+    row = expert_row + number * TILE
+    expert_end = sum_of_selected(begun, rows)
+    left = expert_end - row
     # the same with each expert's rows padded to a multiple of PAD
-    padded_rows = (rows + PAD - 1) // PAD * PAD
+    pads_of_rows = (rows + PAD - 1) // PAD
+    padded_rows = pads_of_rows * PAD
     padding = padded_rows - rows
     padded = row + sum_of_selected(before, padding)
     # expert, first row, real rows, first padded row
@@ -148,17 +173,23 @@ def row_tiles_kernel(
     expert = tl.sum(before, 1)
     at_most = tl.minimum(left, TILE)
     real = tl.maximum(at_most, 0)
-    tl.store(at, expert, mask=real_m)
-    tl.store(at + 1, row, mask=real_m)
-    tl.store(at + 2, real, mask=real_m)
-    tl.store(at + 3, padded, mask=real_m)
+    store_inside(at, expert, real_m)
+    store_inside(at + 1, row, real_m)
+    store_inside(at + 2, real, real_m)
+    store_inside(at + 3, padded, real_m)
     # totals, by the first program alone
     if tl.program_id(0) == 0:
-        tl.store(count, tl.sum(tiles, 0))
+        all_tiles = tl.sum(tiles, 0)
+        tl.store(count, all_tiles)
         pad_ends = tl.cumsum(padded_rows, 0)
         pads = pad_ends - padded_rows
-        tl.store(pads_E + e, pads, mask=real_e)
-        tl.store(first_tile_E + e, opening, mask=real_e)
+        store_inside(pads_E + e, pads, real_e)
+        store_inside(first_tile_E + e, opening, real_e)
+
+
+def columns_of_program(width: int, most: int) -> int:
+    power = triton.next_power_of_2(width)
+    return min(most, power)
 
 
 def gather_by_index(source_ND: Tensor, index_R: Tensor) -> Tensor:
@@ -169,7 +200,7 @@ def gather_by_index(source_ND: Tensor, index_R: Tensor) -> Tensor:
     if out_RD.numel():
         source_ND = source_ND.contiguous()
         row_blocks = triton.cdiv(r, GATHER_ROWS)
-        cols = min(256, triton.next_power_of_2(d))
+        cols = columns_of_program(d, 256)
         grid = (row_blocks, triton.cdiv(d, cols))
         launch = gather_rows_kernel[grid]
         launch(source_ND, index_R, out_RD, r, d, GATHER_ROWS, cols, num_warps=8)
@@ -180,10 +211,12 @@ def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, experts:
     """The same with each expert's rows padded by zeros to half tiles. Rows behind the last expert's are not written."""
     d = source_ND.shape[1]
     most_padding = TILE // 2 * experts
-    out_PD = source_ND.new_empty(len(index_R) + most_padding, d)
+    most_rows = len(index_R) + most_padding
+    out_PD = source_ND.new_empty(most_rows, d)
     source_ND = source_ND.contiguous()
-    row_blocks = len(tiles_M4) * (TILE // GATHER_ROWS)
-    cols = min(256, triton.next_power_of_2(d))
+    programs = TILE // GATHER_ROWS  # of a tile
+    row_blocks = len(tiles_M4) * programs
+    cols = columns_of_program(d, 256)
     grid = (row_blocks, triton.cdiv(d, cols))
     launch = gather_padded_kernel[grid]
     launch(source_ND, index_R, tiles_M4, out_PD, d, TILE, GATHER_ROWS, cols, num_warps=8)
@@ -193,10 +226,12 @@ def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, experts:
 def zero_rows_behind(x_RD: Tensor, ends_E: Tensor) -> None:
     """Zeros in the rows behind the last expert's, as far as a product over 64 rows at a time may read them."""
     rows, d = x_RD.shape
-    cols = min(1024, triton.next_power_of_2(d))
-    grid = (TILE // 2 - 1, triton.cdiv(d, cols))
+    cols = columns_of_program(d, 1024)
+    most_behind = TILE // 2 - 1
+    grid = (most_behind, triton.cdiv(d, cols))
     last_end = ends_E[-1:]
-    zero_behind_kernel[grid](x_RD, last_end, rows, d, cols)
+    launch = zero_behind_kernel[grid]
+    launch(x_RD, last_end, rows, d, cols)
 
 
 def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
@@ -207,8 +242,9 @@ def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
     if out_ND.numel():
         y_RD = y_RD.contiguous()
         slots_NK = slots_NK.contiguous()
-        wide = tl.float64 if y_RD.dtype == torch.float64 else tl.float32
-        cols = min(1024, triton.next_power_of_2(d))
+        is_double = y_RD.dtype == torch.float64
+        wide = tl.float64 if is_double else tl.float32
+        cols = columns_of_program(d, 1024)
         grid = (n, triton.cdiv(d, cols))
         launch = sum_slots_kernel[grid]
         launch(y_RD, slots_NK, out_ND, d, k, cols, wide)
@@ -230,19 +266,21 @@ def plan_padded_tiles(ends_E: Tensor, rows: int, pad: int) -> PlannedTiles:
     exceed the last end."""
     experts = len(ends_E)
     most = rows // TILE + experts
-    tiles_M4 = ends_E.new_empty(most, 4, dtype=torch.int32)
-    count = ends_E.new_empty(1, dtype=torch.int32)
-    pads_E = ends_E.new_empty(experts, dtype=torch.int32)
+    pads_E = torch.empty_like(ends_E, dtype=torch.int32)
     first_tile_E = torch.empty_like(pads_E)
+    tiles_M4 = pads_E.new_empty(most, 4)
+    count = pads_E.new_empty(1)
     plan = PlannedTiles(tiles_M4, count, pads_E, first_tile_E)
-    width = max(triton.next_power_of_2(experts), 2)
-    grid = (triton.cdiv(most, TILES_PER_PROGRAM),)
-    launch = row_tiles_kernel[grid]
+    power = triton.next_power_of_2(experts)
+    width = max(power, 2)
+    programs = triton.cdiv(most, TILES_PER_PROGRAM)
+    launch = row_tiles_kernel[(programs,)]
     launch(ends_E, *plan, most, experts, TILE, pad, width, TILES_PER_PROGRAM)
     return plan
 
 
 def plan_row_tiles(ends_E: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """The tiles, their number and each expert's first padded row, where experts are padded to half tiles."""
-    plan = plan_padded_tiles(ends_E, rows, TILE // 2)
+    half_tile = TILE // 2
+    plan = plan_padded_tiles(ends_E, rows, half_tile)
     return plan.tiles_M4, plan.count, plan.pads_E

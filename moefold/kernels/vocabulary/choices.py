@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choice, Choices, always_runs, triton_computes_bf16, triton_runs
+from moefold.kernels.choice import TILED_ROWS, Choice, Choices, always_runs, triton_computes_bf16, triton_runs
 
 CHOICES: Choices = {
     "embedding": (
@@ -21,5 +21,6 @@ CHOICES: Choices = {
             "logits of a chunk are read twice and written once; the head's gradient accumulates in fp32",
         ),
         Choice("chunked", always_runs, "nothing", "holds the logits of one chunk of tokens at a time"),
+        TILED_ROWS,
     ),
 }

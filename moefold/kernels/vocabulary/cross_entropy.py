@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.config.errors import UserError
+from moefold.kernels.linear.matmul import matmul, matmul_into, plain_product, tiled_product
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.vocabulary.vocab_shard import WHOLE_VOCABULARY, VocabShard
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.labels import IGNORE_INDEX
 
 CHUNK_LOGITS = 1 << 26  # logits held at a time
+FP16_FACTOR = 2.0**10  # of logits' gradients in fp16: probabilities down to 2^-34 stay above zero
 LOGITS_IN_PLACE = 10 << 26  # where the gradient overwrites the logits: 4096 tokens of a vocabulary of 150k
 
 
@@ -29,14 +31,21 @@ def cross_entropy(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShar
         raise UserError(
             "kernels.force: cross_entropy=reference needs the whole vocabulary; leave it out, or set parallel.tp to 1"
         )
-    logits = x_TD @ w_VD.T
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = plain_product(x_TD, w_VD)
+    wide = wide_dtype(logits)
     wide_logits = logits.to(wide)
     return F.cross_entropy(wide_logits, labels_T, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
-LossAndGradient = Callable[[Tensor, Tensor, VocabShard], tuple[Tensor, Tensor]]
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """fp32 or better."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+TwoTensors = tuple[Tensor, Tensor]
+LossAndGradient = Callable[[Tensor, Tensor, VocabShard], TwoTensors]
 AddProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
+Multiply = Callable[[Tensor, Tensor], Tensor]
 ScaleInto = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -47,11 +56,19 @@ class ChunkStrategy(NamedTuple):
     loss_and_gradient: LossAndGradient
     add_product: AddProduct  # accumulates the head's gradient
     scale_into: ScaleInto  # writes gradients in their places
+    multiply: Multiply = plain_product
 
 
 @cross_entropy.register_fast("chunked")
 def cross_entropy_chunked(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard = WHOLE_VOCABULARY) -> Tensor:
-    strategy = ChunkStrategy(CHUNK_LOGITS, loss_and_gradient, add_product, scale_into)
+    return apply_in_chunks(x_TD, w_VD, labels_T, words, PLAIN_CHUNKS)
+
+
+@cross_entropy.register_fast("invariant")
+def cross_entropy_invariant(
+    x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard = WHOLE_VOCABULARY
+) -> Tensor:
+    strategy = PLAIN_CHUNKS._replace(multiply=tiled_product)
     return apply_in_chunks(x_TD, w_VD, labels_T, words, strategy)
 
 
@@ -75,27 +92,33 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_TD, w_VD, labels_T, words: VocabShard, strategy: ChunkStrategy):
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        wide = wide_dtype(x_TD)
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
-        dx = torch.empty_like(x_TD) if wants_dx else None
-        dw = None
+        dx = dw = None
+        if wants_dx:
+            dx = torch.empty_like(x_TD)
         if wants_dw:
-            make = torch.empty_like if len(x_TD) else torch.zeros_like  # the first chunk overwrites it
-            dw = make(w_VD, dtype=wide)
+            dw = torch.empty_like(w_VD, dtype=wide)  # the first chunk overwrites it
+            if not len(x_TD):
+                dw.zero_()
         total = x_TD.new_zeros((), dtype=wide)
-        size = tokens_of_chunk(strategy.logits, len(w_VD))
-        for start in range(0, len(x_TD), size):
+        tokens = len(x_TD)
+        vocabulary = len(w_VD)
+        size = tokens_of_chunk(strategy.logits, vocabulary)
+        for start in range(0, tokens, size):
             # the loss of this chunk and the gradient of its logits, for which the logits' own memory may be used
             part = slice(start, start + size)
             x = x_TD[part]
             labels = labels_T[part]
-            d_logits, loss = strategy.loss_and_gradient(x @ w_VD.T, labels, words)
+            d_logits, loss = strategy.loss_and_gradient(strategy.multiply(x, w_VD), labels, words)
             total += loss
             # both gradients
             if dx is not None:
-                torch.mm(d_logits, w_VD, out=dx[part])
+                dx_part = dx[part]
+                matmul_into(dx_part, d_logits, w_VD)
             if dw is not None:
-                strategy.add_product(dw, d_logits, x, start == 0)
+                is_first = start == 0
+                strategy.add_product(dw, d_logits, x, is_first)
             del d_logits  # free it before the next chunk's logits are made
         ctx.save_for_backward(dx, dw)
         ctx.weight = w_VD
@@ -105,6 +128,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_total):
         dx, dw = ctx.saved_tensors
+        factor = gradient_factor(ctx.weight.dtype)
+        d_total = d_total / factor
         if dx is not None:
             scaled = torch.empty_like(dx)
             dx = ctx.scale_into(dx, d_total, scaled)
@@ -114,16 +139,24 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
+def gradient_factor(dtype: torch.dtype) -> float:
+    """What the gradients of logits, and of all that follows, are multiplied by until backward."""
+    return FP16_FACTOR if dtype == torch.float16 else 1.0
+
+
 def tokens_of_chunk(logits: int, words: int) -> int:
     """The largest power of two of tokens that fits: chunks are then whole tiles of the GEMMs."""
-    tokens = logits // words
-    exponent = max(0, tokens.bit_length() - 1)
+    tokens = max(1, logits // words)
+    exponent = tokens.bit_length() - 1
     return 1 << exponent
 
 
 def add_product(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, first: bool) -> None:
     """dw += d^T x; the first product overwrites."""
-    product = d_TV.T @ x_TD
+    if d_TV.dtype == torch.float16:  # a sum over tokens may be too large for it
+        d_TV = d_TV.float()
+        x_TD = x_TD.float()
+    product = matmul(d_TV.T, x_TD)
     if first:
         dw_VD.copy_(product)
     else:
@@ -133,45 +166,55 @@ def add_product(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, first: bool) -> None:
 def add_product_in_fp32(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, first: bool) -> None:
     """The same in one GEMM that accumulates in fp32: no product is rounded to bf16."""
     beta = 0 if first else 1
-    torch.addmm(dw_VD, d_TV.T, x_TD, out_dtype=torch.float32, beta=beta, out=dw_VD)
+    d_VT = d_TV.T
+    torch.addmm(dw_VD, d_VT, x_TD, out_dtype=torch.float32, beta=beta, out=dw_VD)
 
 
 def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, factor, out=out)
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> tuple[Tensor, Tensor]:
-    """d loss / d logits for the vocabulary rows held here, and the loss over the whole vocabulary."""
+def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> TwoTensors:
+    """d loss / d logits for the vocabulary rows held here, times the factor of the dtype, and the loss over the whole
+    vocabulary."""
     dtype = logits.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(logits)
     logits = logits.to(wide)
     valid = labels != IGNORE_INDEX
     # The label's column, if it is held here.
     label = labels - words.first
     column = label[:, None]
-    held = (column >= 0) & (column < logits.shape[1])
+    width = logits.shape[1]
+    is_behind_first = column >= 0
+    held = is_behind_first & (column < width)
     column = column * held
     # Log-sum-exp over all ranks' shards.
     largest = logits.amax(-1, keepdim=True)
     largest = words.largest(largest)
-    powers = (logits - largest).exp_()
+    powers = logits - largest
+    powers.exp_()
     total = powers.sum(-1, keepdim=True)
     del powers  # as large as the logits
     total = words.total(total)
     log_sum = total.log_() + largest
     # The loss.
-    target = logits.gather(1, column) * held
-    target = words.total(target)
-    loss_T = (log_sum - target).squeeze(1)
+    found = logits.gather(1, column)
+    target = words.total(found * held)
+    loss_T1 = log_sum - target
+    loss_T = loss_T1.squeeze(1)
     valid_loss_T = loss_T * valid
     loss = valid_loss_T.sum()
     # softmax - onehot, in place of the logits.
     logits.sub_(log_sum).exp_()
     onehot = held.to(logits.dtype)
     logits.scatter_add_(1, column, -onehot)
-    logits.mul_(valid[:, None])
+    factor = gradient_factor(dtype)
+    factor_T1 = valid[:, None] * factor
+    logits.mul_(factor_T1)
     return logits.to(dtype), loss
 
+
+PLAIN_CHUNKS = ChunkStrategy(CHUNK_LOGITS, loss_and_gradient, add_product, scale_into)
 
 CROSS_ENTROPY_SIZES = [  # T, D, V
     (1, 8, 4),
@@ -186,7 +229,7 @@ def cross_entropy_cases(draw: CaseInputs) -> Cases:
         generator = torch.Generator().manual_seed(t)
         labels = torch.randint(v, (t,), generator=generator)
         labels[1::5] = IGNORE_INDEX
+        labels = labels.to(draw.device)
         x = draw.normal(t, d)
         w = draw.normal(v, d, seed=1)
-        inputs = (x, w, labels.to(draw.device))
-        yield KernelCase(f"{t} tokens, {v} words", inputs)
+        yield KernelCase(f"{t} tokens, {v} words", (x, w, labels))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_or_zero, program_block, wide_program_id
+from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, program_block, wide_program_id
 from moefold.kernels.vocabulary.vocab_shard import VocabShard
 from moefold.layout.labels import IGNORE_INDEX
 
@@ -50,21 +50,27 @@ def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK
         higher = tl.maximum(of_first, of_others)
         # the sum: what is left of the old one, and the four blocks
         total *= tl.exp(top - higher)
-        first_two = tl.exp(a - higher) + tl.exp(b - higher)
-        last_two = tl.exp(c - higher) + tl.exp(d - higher)
+        power_a = tl.exp(a - higher)
+        power_b = tl.exp(b - higher)
+        first_two = power_a + power_b
+        power_c = tl.exp(c - higher)
+        power_d = tl.exp(d - higher)
+        last_two = power_c + power_d
         total += first_two + last_two
         top = higher
     # epilogue: reduce the lanes
     largest = tl.max(top, 0)
     tl.store(largest_T + t, largest)
-    rescaled = total * tl.exp(top - largest)
+    shrunk = tl.exp(top - largest)
+    rescaled = total * shrunk
     overall = tl.sum(rescaled, 0)
     tl.store(sum_T + t, overall)
     # the label's logit
     column = tl.load(column_T + t)
-    held = (column >= 0) & (column < V)
-    target = load_or_zero(row + column, held)
-    tl.store(target_T + t, target.to(tl.float32))
+    is_behind_first = column >= 0
+    held = is_behind_first & (column < V)
+    target = load_as_fp32(row + column, held)
+    tl.store(target_T + t, target)
 
 
 @triton.jit
@@ -74,16 +80,19 @@ def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: con
     v = program_block(1, BLOCK)
     inside = v < V
     at = logits_TV + t * V + v
-    x = load_or_zero(at, inside)
+    logits = load_or_zero(at, inside)
     # softmax - onehot
     log_sum = tl.load(log_sum_T + t)
-    softmax = tl.exp(x.to(tl.float32) - log_sum)
+    x = logits.to(tl.float32)
+    softmax = tl.exp(x - log_sum)
     label = tl.load(column_T + t)
-    onehot = tl.where(v == label, 1.0, 0.0)
+    is_label = v == label
+    onehot = tl.where(is_label, 1.0, 0.0)
     d = softmax - onehot
     # zeros without a label
     valid = tl.load(valid_T + t)
-    d = tl.where(valid != 0, d, 0.0)
+    has_label = valid != 0
+    d = tl.where(has_label, d, 0.0)
     d = d.to(logits_TV.dtype.element_ty)
     tl.store(at, d, mask=inside)
 
@@ -91,13 +100,16 @@ def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: con
 @triton.jit
 def scale_into_kernel(x, factor, out, n, BLOCK: constexpr):
     first = wide_program_id(0) * BLOCK
-    i = first + tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    i = first + lane
     there = i < n
     value = load_or_zero(x + i, there)
     number = tl.load(factor)
-    y = value * number.to(tl.float32)
+    number = number.to(tl.float32)
+    y = value * number
     y = y.to(out.dtype.element_ty)
-    tl.store(out + i, y, mask=there)
+    at = out + i
+    tl.store(at, y, mask=there)
 
 
 def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -116,12 +128,15 @@ def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, words: VocabShard) ->
     valid_T = labels_T != IGNORE_INDEX
     column_T = labels_T - words.first
     # First pass: maximum, sum and the label's logit, of this shard.
-    statistics_3T = logits_TV.new_empty(3, tokens, dtype=torch.float32)
+    wide = torch.float32
+    statistics_3T = logits_TV.new_empty(3, tokens, dtype=wide)
     largest_T, sum_T, target_T = statistics_3T
     launch = log_sum_exp_kernel[(tokens,)]
-    launch(logits_TV, column_T, *statistics_3T, held, BLOCK // 2, num_warps=4)
+    block = BLOCK // 2
+    launch(logits_TV, column_T, *statistics_3T, held, block, num_warps=4)
     # Maximum and sum over all ranks' shards.
-    overall_T = words.largest(largest_T.clone())
+    overall_T = largest_T.clone()
+    overall_T = words.largest(overall_T)
     below_T = largest_T - overall_T
     shrunk_T = below_T.exp()
     total_T = words.total(sum_T * shrunk_T)
@@ -129,8 +144,11 @@ def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, words: VocabShard) ->
     # Second pass: the gradient.
     blocks = triton.cdiv(held, BLOCK)
     has_label_T = valid_T.to(torch.int8)
+    tensors = (logits_TV, column_T, log_sum_T, has_label_T)
     launch = logit_gradient_kernel[tokens, blocks]
-    launch(logits_TV, column_T, log_sum_T, has_label_T, held, BLOCK, num_warps=8)
-    loss_T = log_sum_T - words.total(target_T)
+    launch(*tensors, held, BLOCK, num_warps=8)
+    target_T = words.total(target_T)
+    loss_T = log_sum_T - target_T
     valid_loss_T = loss_T * valid_T
-    return logits_TV, valid_loss_T.sum()
+    loss = valid_loss_T.sum()
+    return logits_TV, loss

@@ -20,7 +20,8 @@ def embedding(words_T: Tensor, w_VD: Tensor, holes: bool = False) -> Tensor:
         return F.embedding(words_T, w_VD)
     held_T = words_T >= 0
     some_row_T = words_T.clamp(min=0)
-    return F.embedding(some_row_T, w_VD) * held_T[:, None]
+    rows_TD = F.embedding(some_row_T, w_VD)
+    return rows_TD * held_T[:, None]
 
 
 @embedding.register_fast("triton")
@@ -45,7 +46,9 @@ class EmbeddingFunction(torch.autograd.Function):
 
         (words_T,) = ctx.saved_tensors
         dw_VD = memory_for_gradient(ctx.weight)
-        return None, embedding_wgrad(gradients[0], words_T, dw_VD)
+        (dy_TD,) = gradients
+        dw_VD = embedding_wgrad(dy_TD, words_T, dw_VD)
+        return None, dw_VD
 
 
 EMBEDDING_SIZES = [  # T, V, D
@@ -62,9 +65,16 @@ def embedding_cases(draw: CaseInputs) -> Cases:
         name = f"{t} of {v} words of {d}"
         w = draw.normal(v, d)
         generator = torch.Generator().manual_seed(t)
-        spread = torch.randint(v, (t,), generator=generator)
-        one_word = torch.full((t,), v - 1)
-        half = (spread * 2 - v).clamp(min=-1)
-        yield KernelCase(f"{name}, spread", (spread.to(draw.device), w))
-        yield KernelCase(f"{name}, one word", (one_word.to(draw.device), w))
-        yield KernelCase(f"{name}, half elsewhere", (half.to(draw.device), w, True))
+        tokens = (t,)
+        spread = torch.randint(v, tokens, generator=generator)
+        last_word = v - 1
+        one_word = torch.full(tokens, last_word)
+        both_signs = spread * 2 - v
+        half = both_signs.clamp(min=-1)
+        # on the device
+        spread = spread.to(draw.device)
+        one_word = one_word.to(draw.device)
+        half = half.to(draw.device)
+        yield KernelCase(f"{name}, spread", (spread, w))
+        yield KernelCase(f"{name}, one word", (one_word, w))
+        yield KernelCase(f"{name}, half elsewhere", (half, w, True))

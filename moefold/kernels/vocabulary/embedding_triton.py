@@ -29,7 +29,8 @@ def embedding_wgrad_kernel(x_TD, order_T, starts_V, out_VD, D, ROWS: constexpr, 
     # main loop over the tokens with this id, in their order
     for first in range(begin, end, ROWS):
         # the next few tokens
-        r = first + tl.arange(0, ROWS)
+        lane = tl.arange(0, ROWS)
+        r = first + lane
         mine = r < end
         t = load_or_zero(order_T + r, mine)
         # the sum of their rows
@@ -37,7 +38,8 @@ def embedding_wgrad_kernel(x_TD, order_T, starts_V, out_VD, D, ROWS: constexpr, 
         at = tile_pointers(x_TD, token, c, D)
         inside = tile_mask(mine, in_row)
         x = load_or_zero(at, inside)
-        total += tl.sum(x.to(WIDE), 0)
+        wide_x = x.to(WIDE)
+        total += tl.sum(wide_x, 0)
     # epilogue
     out = out_VD + v * D + c
     rounded = total.to(out_VD.dtype.element_ty)
@@ -50,12 +52,18 @@ def embedding_wgrad(x_TD: Tensor, words_T: Tensor, out_VD: Tensor) -> Tensor:
     v, d = out_VD.shape
     words_T = words_T.int()
     sorted_T, order_T = words_T.sort(stable=True)
-    ids_V = torch.arange(v + 1, dtype=torch.int32, device=x_TD.device)
+    count = v + 1
+    device = x_TD.device
+    ids_V = torch.arange(count, dtype=torch.int32, device=device)
     starts_V = torch.searchsorted(sorted_T, ids_V, out_int32=True)
-    wide = tl.float64 if x_TD.dtype == torch.float64 else tl.float32
-    cols = min(2048, triton.next_power_of_2(d))
+    is_double = x_TD.dtype == torch.float64
+    wide = tl.float64 if is_double else tl.float32
+    width = triton.next_power_of_2(d)
+    cols = min(2048, width)
     blocks = triton.cdiv(d, cols)
     x_TD = x_TD.contiguous()
     launch = embedding_wgrad_kernel[v, blocks]
-    launch(x_TD, order_T, starts_V, out_VD, d, ROWS_AT_ONCE, cols, wide, num_warps=8)
+    sizes = (d, ROWS_AT_ONCE, cols, wide)
+    tensors = (x_TD, order_T, starts_V, out_VD)
+    launch(*tensors, *sizes, num_warps=8)
     return out_VD

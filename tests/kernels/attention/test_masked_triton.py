@@ -41,7 +41,8 @@ def agree(inputs: tuple) -> None:
 @pytest.fixture(params=[(16, 16), (32, 16), (16, 64)], ids=str)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders of documents within a tile, at one, and tiles that no query of another sees anything of."""
-    monkeypatch.setattr(masked_triton, "NARROW", [(*request.param, 4, 2)] * 3)
+    options = masked_triton.TileOptions(*request.param, 4, 2)
+    monkeypatch.setattr(masked_triton, "NARROW", [options] * 3)
 
 
 @interpreted
@@ -64,7 +65,7 @@ def test_documents_may_begin_anywhere(borders: tuple[int, ...]):
 def test_the_first_key_of_queries_and_the_last_query_of_keys_are_those_of_the_mask(queries: int, window: int):
     length, begins = 33, random_document_begins("cpu", 3, 33)[:, -queries:]
     mask = attention_mask(queries, length, length - queries, window, torch.device("cpu"), begins)[:, 0]
-    first = first_visible_key(torch.empty(3, queries), length - queries, window, begins)
+    first = first_visible_key(torch.empty(3, queries, 1, 1), length - queries, window, begins)
     assert torch.equal(first.long(), mask.int().argmax(-1))
     until = visible_until_query(first, length)
     for b, key in mask.any(1).nonzero().tolist():

@@ -22,7 +22,8 @@ def small_cases(op: KernelOp) -> list[KernelCase]:
 
 @pytest.fixture(params=[(16, 16), (16, 64)], ids=str)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_triton, "NARROW", [(*request.param, 4, 2)] * 3)
+    options = masked_triton.TileOptions(*request.param, 4, 2)
+    monkeypatch.setattr(masked_triton, "NARROW", [options] * 3)
 
 
 @interpreted

@@ -17,6 +17,7 @@ from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.kernels.optimizer.add_squares import add_squares
+from moefold.kernels.optimizer.block_moments import BlockCodes, block_dtypes, encode_blocks
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.quantise.fp8 import ScaleRule
 from moefold.kernels.quantise.quantise_weight import quantise_weight
@@ -58,6 +59,44 @@ def test_adamw_equals_the_reference(form, moments, gradients, seed, n):
         else:  # bf16 may fall to the other side where fp32 differs in the last bit, which is rare
             off = (a.double() - b.double()).norm() / b.double().norm()
             assert off <= (1e-6 if a.dtype == torch.float32 else 2e-4), (form, off)
+
+
+def state_in_blocks(main: str, first: str, second: str, n: int) -> tuple[list[Any], list[Any]]:
+    """A state as above with moments in types of their own, and its scales."""
+    whole = state("own" if main == "none" else main, torch.float32, torch.bfloat16, n)
+    if main == "none":
+        whole[0] = round_to_nearest(whole[0], torch.bfloat16)
+    scales: list[Any] = []
+    for place, name, is_second in ((2, first, False), (3, second, True)):
+        dtypes = block_dtypes(name)
+        codes = BlockCodes(whole[place], None)  # pyright: ignore[reportArgumentType]
+        if dtypes is not None:
+            codes = encode_blocks(whole[place] * 1e-5, dtypes[is_second], is_second)
+        whole[place] = codes.codes
+        scales.append(codes.scales)
+    return whole, scales
+
+
+@pytest.mark.parametrize("main", ["none", "copy", "split"])
+@pytest.mark.parametrize(("first", "second"), [("int8", "int8"), ("fp8", "fp8"), ("fp16", "fp16"), ("fp32", "int8")])
+@pytest.mark.parametrize("n", [128, 384, 2048, 5000])
+def test_adamw_with_moments_in_blocks_equals_the_reference(main, first, second, n, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+    scale = torch.tensor(3e-6, dtype=torch.float64, device=DEVICE)
+    runs = []
+    for run in (in_triton, adamw.reference):
+        tensors, scales = state_in_blocks(main, first, second, n)
+        run(*tensors, scale, step_scalars(seed=5), OPTIONS, 256, *scales)
+        if main == "split":
+            tensors[0] = joined_fp32(tensors[4], tensors[0])
+        runs.append([*tensors, *scales])
+    for a, b in zip(*runs, strict=True):
+        if a is None:
+            assert b is None
+            continue
+        off = (a.double() - b.double()).norm() / b.double().norm()
+        assert off <= (1e-6 if a.dtype == torch.float32 else 2e-3), (a.dtype, off)
 
 
 def test_split_fp32_and_a_copy_give_the_same_numbers_to_the_bit():

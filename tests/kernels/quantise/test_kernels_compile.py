@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
-import pytest
+from tests.support.compiled import output_of_compiler
 
 LINE = re.compile(
     r"(.+): (\d+) casts, (\d+) stored and split, (\d+) stores of 16 bytes, (\d+) operations without IEEE rounding"
@@ -15,12 +12,7 @@ LINE = re.compile(
 
 
 def test_every_kernel_compiles_with_the_cast_of_the_gpu_whole_stores_and_ieee_rounding():
-    pytest.importorskip("triton")
-    outside_interpreter = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.compile_quantise"]
-    done = subprocess.run(command, capture_output=True, text=True, env=outside_interpreter)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    lines = output_of_compiler("compile_quantise").splitlines()
     assert len(lines) == 23
     for line in lines:
         found = LINE.fullmatch(line)

@@ -1,0 +1,344 @@
+"""SwiGLU's gradient and its quantisation in one pass, in Gluon. Imported only where Triton is.
+
+One program takes 128 rows (a tile) by 128 columns of the gate and the same columns of up, 32 at a time. A chunk has all
+rows of its columns, so copies along columns are complete at once. Copies along rows need the largest of 128 columns:
+they are made in a second round, which computes the gradient again from what the caches still hold.
+
+A thread has 4 rows of 4 columns, and eight neighbouring threads 32 rows: their 32 bytes of a column are contiguous in
+the transposed copy. Few values in a thread let several programs share a processor, so that loads and
+arithmetic overlap.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moefold.kernels.quantise.fp8_hopper import larger_magnitude, reciprocal, scale_from_amax
+
+COLUMNS = gl.constexpr(32)  # of a chunk
+
+
+def row_steps(*steps: int) -> list[list[int]]:
+    return [[step, 0] for step in steps]
+
+
+def column_steps(*steps: int) -> list[list[int]]:
+    return [[0, step] for step in steps]
+
+
+ROWS_OF_THREAD = row_steps(1, 2)
+COLUMNS_OF_THREAD = column_steps(1, 2)
+LANES = row_steps(4, 8, 16) + column_steps(4, 8)
+WARPS = column_steps(16) + row_steps(32, 64)
+
+
+def chunk_layout(of_thread: list[list[int]]) -> gl.constexpr:
+    chunk = [128, 32]
+    layout = gl.DistributedLinearLayout(of_thread, LANES, WARPS, [], chunk)
+    return gl.constexpr(layout)
+
+
+LAYOUT = chunk_layout(COLUMNS_OF_THREAD + ROWS_OF_THREAD)
+BY_COLUMN = chunk_layout(ROWS_OF_THREAD + COLUMNS_OF_THREAD)  # the same places
+BY_ROW = gl.constexpr(gl.SliceLayout(1, LAYOUT))
+
+
+class Fp8Rule(NamedTuple):
+    """The rule of a scale: the largest FP8 number, and whether scales are powers of two."""
+
+    LARGEST: Any
+    POWER_OF_TWO: Any
+
+
+class RowTile(NamedTuple):
+    """A tile: its number, its first row in the order without padding, its first padded row, its real rows."""
+
+    m: Any
+    row: Any
+    first: Any
+    real: Any
+
+
+@gluon.jit
+def tile_rows():
+    """0 to 127, one for each row of a tile."""
+    return gl.arange(0, 128, layout=BY_ROW)
+
+
+@gluon.jit
+def full_rows(value):
+    """The same number for each row of a tile."""
+    return gl.full([128], value, gl.float32, BY_ROW)
+
+
+@gluon.jit
+def load_or_zero(at, inside):
+    return gl.load(at, mask=inside, other=0.0)
+
+
+@gluon.jit
+def chunk_columns(PLACES: gl.constexpr):
+    """0 to 31, one for each column of a chunk."""
+    columns: gl.constexpr = gl.SliceLayout(0, PLACES)
+    return gl.arange(0, COLUMNS, layout=columns)
+
+
+@gluon.jit
+def chunk_places(stride):
+    """Row r, column c: r * stride + c."""
+    r = tile_rows()
+    c = chunk_columns(LAYOUT)
+    row_start = r[:, None] * stride
+    return row_start + c[None, :]
+
+
+@gluon.jit
+def load_chunk(da_RF, h_PN, tile, column, F):
+    """da, gate and up, as they are stored."""
+    there = tile_rows() < tile.real
+    inside = there[:, None]
+    # the gradient of the activation
+    row = tile.row.to(gl.int64)
+    da_line = row * F
+    da_at = da_RF + da_line + column
+    da_places = chunk_places(F)
+    d = load_or_zero(da_at + da_places, inside)
+    # the pre-activation
+    width = 2 * F
+    h_line = tile.first * width
+    h_at = h_PN + h_line + column
+    h_places = chunk_places(width)
+    gate_at = h_at + h_places
+    g = load_or_zero(gate_at, inside)
+    u = load_or_zero(gate_at + F, inside)
+    return d, g, u
+
+
+@gluon.jit
+def row_scales_at(scales, block, tile, P):
+    """Where the scales of a tile's rows lie, of one block of 128 columns."""
+    block = block.to(gl.int64)
+    line = block * P
+    first = scales + line + tile.first
+    return first + tile_rows()
+
+
+@gluon.jit
+def load_kept_scale(h_scales, line, tile, P):
+    """One scale for each row, of 128 values of h; 1 where h is not quantised."""
+    r = tile_rows()
+    scale = full_rows(1.0)
+    if h_scales is not None:
+        at = row_scales_at(h_scales, line, tile, P)
+        scale = load_or_zero(at, r < tile.real)
+    return scale
+
+
+@gluon.jit
+def find_scale(amax, rule):
+    return scale_from_amax(amax, rule.LARGEST, rule.POWER_OF_TWO)
+
+
+@gluon.jit
+def store_columns(x, copy, tile, column, N, rule):
+    """The copy along columns of a chunk, transposed, and its scales."""
+    values_MNB, scales_MN = copy
+    c = chunk_columns(LAYOUT)
+    # one scale for each column
+    magnitude = gl.abs(x)
+    amax = gl.reduce(magnitude, 0, larger_magnitude)
+    scale = find_scale(amax, rule)
+    m = tile.m.to(gl.int64)
+    line = m * N
+    scales_at = scales_MN + line + column
+    gl.store(scales_at + c, scale)
+    # the values in FP8
+    factor = reciprocal(scale)
+    q = x * factor[None, :]
+    rounded = q.to(values_MNB.dtype.element_ty)
+    by_column = gl.convert_layout(rounded, BY_COLUMN)
+    # row r of column c lies at 128 c + r
+    rows: gl.constexpr = gl.SliceLayout(1, BY_COLUMN)
+    r = gl.arange(0, 128, layout=rows)
+    c = column + chunk_columns(BY_COLUMN)
+    column_start = c * 128
+    column_start = column_start[None, :]
+    place = column_start + r[:, None]
+    values_at = values_MNB + tile.first * N
+    gl.store(values_at + place, by_column)
+
+
+@gluon.jit
+def store_plain(x, values_PN, tile, column, N):
+    line = tile.first * N
+    first = values_PN + line + column
+    at = first + chunk_places(N)
+    rounded = x.to(values_PN.dtype.element_ty)
+    gl.store(at, rounded)
+
+
+@gluon.jit
+def store_for_weights(x, copy, tile, column, N, rule):
+    """What the weight gradient reads: a copy along columns, or the values where there are no scales."""
+    values, scales = copy
+    if scales is None:
+        store_plain(x, values, tile, column, N)
+    else:
+        store_columns(x, copy, tile, column, N, rule)
+
+
+@gluon.jit
+def keep_packed(x):
+    """The identity on packed numbers, which hides from the compiler that they were unpacked before: they are unpacked
+    again where they are needed, instead of being held in two to four times the registers."""
+    if x.dtype.primitive_bitwidth == 8:
+        raw = x.to(gl.int8, bitcast=True)
+        raw = move_packed(raw, 4)
+    else:
+        raw = x.to(gl.int16, bitcast=True)
+        raw = move_packed(raw, 2)
+    return raw.to(x.dtype, bitcast=True)
+
+
+@gluon.jit
+def move_packed(raw, NUMBER: gl.constexpr):
+    """The identity on registers of NUMBER integers each."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [raw], raw.dtype, False, NUMBER)
+
+
+@gluon.jit
+def store_row_scale(amax, row_scales, line, tile, P, rule):
+    """The scale of each row's 128 values."""
+    scale = find_scale(amax, rule)
+    at = row_scales_at(row_scales, line, tile, P)
+    gl.store(at, scale)
+    return scale
+
+
+@gluon.jit
+def row_maxima(amax, x):
+    magnitude = gl.abs(x)
+    found = gl.reduce(magnitude, 1, larger_magnitude)
+    return larger_magnitude(amax, found)
+
+
+@gluon.jit
+def silu_and_tanh(g, half_scale):
+    """silu(gate) = gate / 2 * (1 + t) with t = tanh(gate / 2); `half_scale`: half of each row's scale."""
+    gate = g.to(gl.float32)
+    half = gate * half_scale[:, None]
+    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], gl.float32, True, 1)
+    silu = gl.fma(half, t, half)
+    return silu, t
+
+
+@gluon.jit
+def silu_slope(silu, t):
+    """sigmoid + silu * (1 - sigmoid), with sigmoid = (1 + t) / 2."""
+    sigmoid = gl.fma(t, 0.5, 0.5)
+    rest = gl.fma(t, -0.5, 0.5)
+    return gl.fma(silu, rest, sigmoid)
+
+
+@gluon.jit
+def gate_gradient(d, g, u, half_scale):
+    """The gradient of the gate without the factors of rows, and silu(gate)."""
+    silu, t = silu_and_tanh(g, half_scale)
+    da = d.to(gl.float32)
+    up = u.to(gl.float32)
+    product = da * up
+    dgate = product * silu_slope(silu, t)
+    return dgate, silu
+
+
+@gluon.jit
+def quantise_gradient_kernel(
+    da_RF, h_PN, h_scales, weight_R, tiles_M4,
+    dh_rows_PN, row_scales, dh_copy, dh_copy_scales, a_copy, a_copy_scales, dots_BR,
+    M, F, R, chunks,
+    LARGEST: gl.constexpr, A_LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+):  # fmt: skip
+    """`dh_copy`, `a_copy`: along columns, with scales; or as they are, where there are no scales. `chunks` is 4, which
+    the compiler must not know: it would unroll the loops and run out of registers."""
+    dh_rule: gl.constexpr = Fp8Rule(LARGEST, POWER_OF_TWO)
+    a_rule: gl.constexpr = Fp8Rule(A_LARGEST, POWER_OF_TWO)
+    block = gl.program_id(0)
+    m = gl.program_id(1)
+    F = F // 128 * 128  # tells the compiler that it is a multiple of 128
+    facts = tiles_M4 + 4 * m
+    row = gl.load(facts + 1)
+    real = gl.load(facts + 2)
+    if real > 0:  # in use
+        wide_m = m.to(gl.int64)
+        first = wide_m * 128
+        tile = RowTile(m, row, first, real)
+        P = M * 128
+        up_line = block + F // 128
+        r = tile_rows()
+        # factors of rows: the kept scales, and the router's weight
+        gate_scale = load_kept_scale(h_scales, block, tile, P)
+        half_scale = gate_scale * 0.5
+        up_scale = load_kept_scale(h_scales, up_line, tile, P)
+        inside = r < real
+        w = load_or_zero(weight_R + row + r, inside)
+        up_weight = up_scale * w
+        # sums and maxima of rows
+        dots = full_rows(0.0)
+        gate_max = full_rows(0.0)
+        up_max = full_rows(0.0)
+        for_dh = (dh_copy, dh_copy_scales)
+        for_a = (a_copy, a_copy_scales)
+        # first round: what the weight gradients read, and the largest of each row
+        for i in range(chunks):
+            column = block * 128 + i * COLUMNS
+            d, g, u = load_chunk(da_RF, h_PN, tile, column, F)
+            silu, _ = silu_and_tanh(g, half_scale)
+            up = u.to(gl.float32)
+            act = silu * up
+            da = d.to(gl.float32)
+            products = da * act
+            dots += gl.sum(products, 1)
+            act *= up_weight[:, None]
+            store_for_weights(act, for_a, tile, column, F, a_rule)
+            # the gradient of the gate
+            d = keep_packed(d)
+            g = keep_packed(g)
+            dgate, _ = gate_gradient(d, g, u, half_scale)
+            dgate *= up_weight[:, None]
+            gate_max = row_maxima(gate_max, dgate)
+            store_for_weights(dgate, for_dh, tile, column, 2 * F, dh_rule)
+            # the gradient of up
+            d = keep_packed(d)
+            g = keep_packed(g)
+            silu, _ = silu_and_tanh(g, half_scale)
+            da = d.to(gl.float32)
+            dup = da * silu
+            dup *= w[:, None]
+            up_max = row_maxima(up_max, dup)
+            up_column = F + column
+            store_for_weights(dup, for_dh, tile, up_column, 2 * F, dh_rule)
+        # the gradient of the rows' weights
+        wide_block = block.to(gl.int64)
+        line = wide_block * R
+        dots_at = dots_BR + line + row + r
+        dweight = dots * up_scale
+        gl.store(dots_at, dweight, mask=inside)
+        # second round: copies along rows, whose factors hold those of the rows
+        dgate_scale = store_row_scale(gate_max, row_scales, block, tile, P, dh_rule)
+        dup_scale = store_row_scale(up_max, row_scales, up_line, tile, P, dh_rule)
+        gate_factor = up_weight * reciprocal(dgate_scale)
+        up_factor = w * reciprocal(dup_scale)
+        for i in range(chunks):
+            column = block * 128 + i * COLUMNS
+            d, g, u = load_chunk(da_RF, h_PN, tile, column, F)
+            dgate, silu = gate_gradient(d, g, u, half_scale)
+            dgate *= gate_factor[:, None]
+            store_plain(dgate, dh_rows_PN, tile, column, 2 * F)
+            da = d.to(gl.float32)
+            dup = da * silu
+            dup *= up_factor[:, None]
+            up_column = F + column
+            store_plain(dup, dh_rows_PN, tile, up_column, 2 * F)
