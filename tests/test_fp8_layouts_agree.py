@@ -95,7 +95,7 @@ def test_data_parallel_ranks_equal_one_rank_to_the_bit():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_pipeline_equals_one_rank_to_the_bit_also_with_deferred_weight_gradients(schedule: str):
-    model = replace(BASE.model, layers=6)
+    model = replace(BASE.model, layers=4)
     pipeline = PipelineConfig(schedule=schedule)  # pyright: ignore[reportArgumentType]
     config = replace(BASE, model=model, parallel=ParallelConfig(pp=4), pipeline=pipeline)
     assert differing(on_one(config, 2), on_eight(config, 2), everything) == []

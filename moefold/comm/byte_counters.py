@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moefold.layout.axes import Axis
+from moefold.watch.position import note_collective
 
 BytesSent = Counter[tuple[str, str]]
 
@@ -27,6 +28,7 @@ ACTIVE_COUNTERS: list[ActiveCounter] = []
 
 def note_bytes_sent(what: str, axis: Axis, sent: int) -> None:
     """Bytes that leave this rank in one collective, as a ring would send them."""
+    note_collective(what, axis.name)
     here = threading.get_ident()
     for counter in list(ACTIVE_COUNTERS):
         if counter.thread in (None, here):

@@ -12,19 +12,15 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import Axis
 from moefold.layout.fold import Ranks
-
-PACKAGE_FOLDER = Path(__file__).parent.parent
-TORCH_FOLDER = Path(torch.__file__).parent
+from moefold.watch.call_sites import nearest_site
 
 
 @dataclass(frozen=True)
@@ -109,24 +105,6 @@ class CollectiveChecker:
         return f"its last was {last.what} over {last.axis} at {last.call_site}"
 
 
-def nearest_call_site() -> str:
-    """File and line of the nearest caller outside of moefold/comm and torch."""
-    frame = sys._getframe(1)
-    path = Path(frame.f_code.co_filename)
-    while frame.f_back and is_comm_or_torch_file(path):
-        frame = frame.f_back
-        path = Path(frame.f_code.co_filename)
-    if is_comm_or_torch_file(path):
-        return "the backward pass"
-    inside_package = PACKAGE_FOLDER in path.parents
-    shown = path.relative_to(PACKAGE_FOLDER.parent) if inside_package else path.name
-    return f"{shown}:{frame.f_lineno}"
-
-
-def is_comm_or_torch_file(path: Path) -> bool:
-    return path.parent == PACKAGE_FOLDER / "comm" or TORCH_FOLDER in path.parents
-
-
 ACTIVE_CHECKERS: list[CollectiveChecker] = []
 
 
@@ -145,7 +123,7 @@ def check_agreement(
     if rows_to is not None:
         del shape[0]
     terms = {"shape": shape, "dtype": str(x.dtype)}
-    site = nearest_call_site()
+    site = str(nearest_site(sys._getframe(1)))
     note = CollectiveNote(what, axis.name, terms, rows_to, rows_from, site)
     ACTIVE_CHECKERS[0].check(note, axis)
 

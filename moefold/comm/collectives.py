@@ -23,6 +23,8 @@ from moefold.comm.check_collectives import check_agreement
 from moefold.layout.axes import Axis
 
 RowCounts = Sequence[int]  # rows to or from each rank of an axis
+Collective = Callable[..., Tensor]
+BoundCollective = Callable[[Tensor], Tensor]
 
 # torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
 DIST_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,7 +40,8 @@ def announce(what: str, axis: Axis, x: Tensor, sent: int) -> None:
 def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """Sum in place over the axis: every rank ends with the same total."""
     if axis.size > 1:
-        announce("sum", axis, x, all_reduce_bytes(x, axis))
+        sent = all_reduce_bytes(x, axis)
+        announce("sum", axis, x, sent)
         dist.all_reduce(x, group=axis.group)
     return x
 
@@ -46,7 +49,8 @@ def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
 def all_reduce_max_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """The element-wise maximum over the axis, in place."""
     if axis.size > 1:
-        announce("max", axis, x, all_reduce_bytes(x, axis))
+        sent = all_reduce_bytes(x, axis)
+        announce("max", axis, x, sent)
         largest = dist.ReduceOp.MAX
         dist.all_reduce(x, op=largest, group=axis.group)
     return x
@@ -68,9 +72,10 @@ def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     others = axis.size - 1
-    announce("gather", axis, x, x.nbytes * others)
-    rows = x.shape[0] * axis.size
-    out = x.new_empty(rows, *x.shape[1:])
+    sent = x.nbytes * others
+    announce("gather", axis, x, sent)
+    rows, *widths = x.shape
+    out = x.new_empty(rows * axis.size, *widths)
     DIST_ALL_GATHER(out, x.contiguous(), group=axis.group)
     return out
 
@@ -79,11 +84,13 @@ def reduce_scatter_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of dim 0 of the sum over ranks."""
     if axis.size == 1:
         return x
-    rows, rest = divmod(len(x), axis.size)
+    rows, *widths = x.shape
+    part, rest = divmod(rows, axis.size)
     if rest:
-        raise ValueError(f"{len(x)} rows do not split over {axis.name} of size {axis.size}")
-    announce("scatter_sum", axis, x, reduce_scatter_bytes(x, axis))
-    out = x.new_empty(rows, *x.shape[1:])
+        raise ValueError(f"{rows} rows do not split over {axis.name} of size {axis.size}")
+    sent = reduce_scatter_bytes(x, axis)
+    announce("scatter_sum", axis, x, sent)
+    out = x.new_empty(part, *widths)
     DIST_REDUCE_SCATTER(out, x.contiguous(), group=axis.group)
     return out
 
@@ -99,7 +106,8 @@ def all_to_all_no_grad(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axi
     row_bytes = x[:1].nbytes
     note_bytes_sent(what, axis, rows_sent * row_bytes)
     rows = sum(receive)
-    out = x.new_empty(rows, *x.shape[1:])
+    _, *widths = x.shape
+    out = x.new_empty(rows, *widths)
     sent = x.contiguous()
     dist.all_to_all_single(out, sent, receive, send, group=axis.group)
     return out
@@ -169,15 +177,17 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
         ctx.axis = axis
-        return all_reduce_no_grad(x.clone(), axis)
+        y = x.clone()
+        return all_reduce_no_grad(y, axis)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = all_reduce_no_grad(dy.clone(), ctx.axis)
+        dx = dy.clone()
+        all_reduce_no_grad(dx, ctx.axis)
         return dx, None
 
 
-def bind_collective(collective: Callable[..., Tensor], axis: Axis) -> Callable[[Tensor], Tensor]:
+def bind_collective(collective: Collective, axis: Axis) -> BoundCollective:
     """A collective over one axis, for a module to hold; the identity where the axis has one rank."""
     if axis.size == 1:
         return nn.Identity()

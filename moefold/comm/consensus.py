@@ -13,6 +13,7 @@ from moefold.comm.host_objects import broadcast_object, first_object, gather_obj
 from moefold.layout.axes import World
 
 T = TypeVar("T")
+HostWork = Callable[[], T]
 ExplainError = Callable[[Exception], Exception]
 
 
@@ -20,7 +21,7 @@ def keep_error(error: Exception) -> Exception:
     return error
 
 
-def result_of_every_rank(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> T:
+def result_of_every_rank(work: HostWork[T], world: World, explain: ExplainError = keep_error) -> T:
     """This rank's result. If the work fails anywhere, every rank raises the error of the first rank that failed, as
     `explain` words it."""
     result, problem = attempt(work, explain)
@@ -28,14 +29,14 @@ def result_of_every_rank(work: Callable[[], T], world: World, explain: ExplainEr
     return result  # pyright: ignore[reportReturnType]
 
 
-def gather_results(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> list[T] | None:
+def gather_results(work: HostWork[T], world: World, explain: ExplainError = keep_error) -> list[T] | None:
     """Results of the work on every rank, by rank, on rank 0; None on the others. If the work fails anywhere, every rank
     raises the same error."""
     result = result_of_every_rank(work, world, explain)
     return gather_objects(result, world.everyone)
 
 
-def result_of_rank_zero(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> T:
+def result_of_rank_zero(work: HostWork[T], world: World, explain: ExplainError = keep_error) -> T:
     """Rank 0 does the work; every rank gets its result, or raises its error."""
     outcome = None, None
     if world.rank == 0:
@@ -46,7 +47,7 @@ def result_of_rank_zero(work: Callable[[], T], world: World, explain: ExplainErr
     return result  # pyright: ignore[reportReturnType]
 
 
-def attempt(work: Callable[[], T], explain: ExplainError) -> tuple[T | None, Exception | None]:
+def attempt(work: HostWork[T], explain: ExplainError) -> tuple[T | None, Exception | None]:
     """The result of the work and no error, or no result and its error."""
     try:
         return work(), None

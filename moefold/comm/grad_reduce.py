@@ -42,7 +42,8 @@ def wait_for_nothing() -> None: ...
 def reduce_scatter_fp32(x: Tensor, axis: Axis, allocate: Allocator = torch.empty) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
-    announce("reduce", axis, x, reduce_scatter_bytes(x, axis))
+    sent = reduce_scatter_bytes(x, axis)
+    announce("reduce", axis, x, sent)
     size = len(x) // axis.size
     out = allocate(size, dtype=x.dtype, device=x.device)
     work = DIST_REDUCE_SCATTER(out, x, group=axis.group, async_op=True)
@@ -54,16 +55,19 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, allocate: Allocator = torch.empty
         return PendingReduction(wait_for_nothing, lambda: x)
     if x.dtype == torch.bfloat16:
         sent = x
-        received = allocate(len(x), dtype=x.dtype, device=x.device)
+        size = len(x)
+        received = allocate(size, dtype=x.dtype, device=x.device)
     else:
         sent, received = round_to_bf16_in_place(x)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
-    announce("reduce", axis, sent, reduce_scatter_bytes(sent, axis))
+    sent_bytes = reduce_scatter_bytes(sent, axis)
+    announce("reduce", axis, sent, sent_bytes)
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
     parts = received.view(axis.size, -1)
 
     def sum_of_parts() -> Tensor:
-        total = allocate(parts.shape[1], dtype=sum_dtype, device=x.device)
+        size = parts.shape[1]
+        total = allocate(size, dtype=sum_dtype, device=x.device)
         return sum_part_by_part(parts, total)
 
     return PendingReduction(work.wait, sum_of_parts)  # pyright: ignore[reportOptionalMemberAccess]
@@ -89,6 +93,8 @@ def round_to_bf16_in_place(x: Tensor) -> tuple[Tensor, Tensor]:
     narrow[:first] = start.to(torch.bfloat16)
     while first < size:
         last = min(2 * first, size)
-        narrow[first:last] = x[first:last]
+        block = slice(first, last)
+        narrow[block] = x[block]
         first = last
-    return narrow[:size], narrow[size : 2 * size]
+    buffer = narrow[size : 2 * size]
+    return narrow[:size], buffer

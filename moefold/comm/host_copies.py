@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ class ToHost:
         self.arrived = None
         if x.is_cuda:
             pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            pinned.copy_(x, non_blocking=True)
             self.host_tensor = pinned
-            self.host_tensor.copy_(x, non_blocking=True)
             stream = torch.cuda.current_stream(x.device)
             self.arrived = stream.record_event()
 
@@ -44,7 +45,8 @@ def integers_on_device(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def copy_from_pinned(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True)
+    pinned = x.pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 class UploadStream:
@@ -61,15 +63,16 @@ class UploadStream:
             return ToDevice(list(tensors), None)
         with torch.cuda.stream(self.stream):
             copies = [copy_from_pinned(x, self.device) for x in tensors]
-            return ToDevice(copies, self.stream.record_event())
+            arrived = self.stream.record_event()
+        return ToDevice(copies, arrived)
 
 
+@dataclass
 class ToDevice:
     """Copies of tensors to the device, in progress. `arrived` is the event behind them."""
 
-    def __init__(self, tensors: list[Tensor], arrived: Any):
-        self.tensors = tensors
-        self.arrived = arrived
+    tensors: list[Tensor]
+    arrived: Any
 
     def take(self) -> list[Tensor]:
         """The tensors; the current stream waits for the copies before it uses them."""

@@ -35,12 +35,13 @@ def first_object(item: T | None, axis: Axis) -> T | None:
     """The item of the first rank whose item is not None; None where no rank has one."""
     if axis.size == 1:
         return item
-    mine = axis.size if item is None else axis.index
+    nobody = axis.size
+    mine = nobody if item is None else axis.index
     first = torch.tensor([mine])
     smallest = dist.ReduceOp.MIN
     dist.all_reduce(first, op=smallest, group=axis.group)
     source = int(first)
-    if source == axis.size:
+    if source == nobody:
         return None
     return broadcast_from(source, item, axis)
 
@@ -58,8 +59,9 @@ def gather_objects(item: T, axis: Axis) -> list[T] | None:
     dist.gather(row, rows, group=axis.group, group_dst=0)
     if rows is None:
         return None
-    note_object_bytes(axis, sum(row.nbytes for row in rows))
-    return [decode_object(row) for row in rows]
+    received = len(rows) * row.nbytes
+    note_object_bytes(axis, received)
+    return list(map(decode_object, rows))
 
 
 def scatter_objects(items: Sequence[T] | None, axis: Axis) -> T:
@@ -75,7 +77,8 @@ def scatter_objects(items: Sequence[T] | None, axis: Axis) -> T:
         longest[0] = length
         rows = [padded(one, length) for one in raw]
     dist.broadcast(longest, group=axis.group, group_src=0)
-    row = torch.zeros(int(longest), dtype=torch.uint8)
+    size = int(longest)
+    row = torch.zeros(size, dtype=torch.uint8)
     dist.scatter(row, rows, group=axis.group, group_src=0)
     note_object_bytes(axis, row.nbytes)
     return decode_object(row)
@@ -100,7 +103,9 @@ def broadcast_from(source: int, item: T, axis: Axis) -> T:
     raw = padded(raw[:length], length)
     dist.broadcast(raw, group=axis.group, group_src=source)
     note_object_bytes(axis, raw.nbytes)
-    return item if axis.index == source else decode_object(raw)
+    if axis.index == source:
+        return item
+    return decode_object(raw)
 
 
 def encode_object(item: object) -> Tensor:

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 Work = Callable[[], Any]
+LaneResult = tuple[Any, Any]  # the work's output, and the event behind it; None on a CPU
 
 
 class Ticket:
     """Work in progress on the comm lane. `result` waits for it."""
 
-    def __init__(self, future: Future[tuple[Any, Any]]):
+    def __init__(self, future: Future[LaneResult]):
         self.future = future
 
     def done(self) -> bool:
@@ -60,17 +61,18 @@ class Lanes:
             future = self.thread.submit(self.run_on_stream, work, inputs, ready)
         return Ticket(future)
 
-    def run_on_stream(self, work: Work, inputs: Any, ready: Any) -> tuple[Any, Any]:
-        assert self.stream is not None
-        torch.cuda.set_device(self.stream.device)
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(ready)
-            record_on_stream(inputs, self.stream)
+    def run_on_stream(self, work: Work, inputs: Any, ready: Any) -> LaneResult:
+        stream = self.stream
+        assert stream is not None
+        torch.cuda.set_device(stream.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            record_on_stream(inputs, stream)
             output = work()
-            return output, self.stream.record_event()
+            return output, stream.record_event()
 
 
-def run_without_stream(work: Work) -> tuple[Any, None]:
+def run_without_stream(work: Work) -> LaneResult:
     return work(), None
 
 

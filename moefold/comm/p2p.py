@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.layout.axes import Axis
+from moefold.watch.position import note_collective
 
 
 def staged_through_host(x: Tensor, axis: Axis) -> Tensor:
@@ -54,7 +55,8 @@ class PipelineChannel:
         receiver = self.axis.ranks[to]
         group = self.axis.group
         work = dist.isend(x, receiver, group=group)
-        self.pending_sends.append((work, x))
+        pending = work, x
+        self.pending_sends.append(pending)
 
     def forget_completed_sends(self) -> None:
         pending = []
@@ -65,6 +67,7 @@ class PipelineChannel:
 
     def receive(self, like: Tensor, source: int) -> PendingReceive:
         """`like` is the memory to receive into."""
+        note_collective("pipe receive", self.axis.name)
         buffer = staged_through_host(like, self.axis)
         sender = self.axis.ranks[source]
         group = self.axis.group

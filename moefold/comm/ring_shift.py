@@ -16,7 +16,8 @@ class RingShift:
 
     def __init__(self, x: Tensor, axis: Axis):
         self.device = x.device
-        self.sent = staged_through_host(x.contiguous(), axis)
+        whole = x.contiguous()
+        self.sent = staged_through_host(whole, axis)
         self.received = self.sent
         self.works = []
         if axis.size > 1:
@@ -25,11 +26,12 @@ class RingShift:
             self.works = self.start_exchange(axis)
 
     def start_exchange(self, axis: Axis) -> list[dist.Work]:
+        group = axis.group
         following = (axis.index + 1) % axis.size
         after = axis.ranks[following]
         before = axis.ranks[axis.index - 1]
-        send = dist.P2POp(dist.isend, self.sent, after, axis.group)
-        receive = dist.P2POp(dist.irecv, self.received, before, axis.group)
+        send = dist.P2POp(dist.isend, self.sent, after, group)
+        receive = dist.P2POp(dist.irecv, self.received, before, group)
         return dist.batch_isend_irecv([send, receive])
 
     def arrived(self) -> Tensor:

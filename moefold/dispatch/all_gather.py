@@ -29,15 +29,22 @@ class AllGatherDispatcher:
         weights_NK = all_gather(routing.weights_TK, self.ranks)
         gathered = Routing(weights_NK, ids_NK)
         order = self.row_policy.order_by_expert(gathered, tokens, may_be_remote=True)
-        copies = tokens * (self.ranks.size - 1)
+        others = self.ranks.size - 1
+        copies = tokens * others
         return Receipt(order, rows_moved=2 * copies)
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
-        source_ND = all_gather(h_TD, self.ranks)
+        source_ND = self.send(h_TD, receipt)
         return Rows(source_ND, receipt.order)
+
+    def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
+        return all_gather(x_TD, self.ranks)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
         sum_of_sources = self.kernels[sum_rows]
         y_ND = sum_of_sources(y_RD, order.index_R, order.slots_NK, order.holes)
+        return self.give_back(y_ND, receipt)
+
+    def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
         return reduce_scatter(y_ND, self.ranks)

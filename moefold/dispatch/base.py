@@ -61,11 +61,18 @@ class Rows(NamedTuple):
 
 class Receipt(NamedTuple):
     """The plan of one routing, held from `plan` to `combine` and for backward. `legs` are private to the dispatcher.
-    `rows_moved`: rows sent by this rank in one dispatch and one combine together, a number on the host."""
+    `rows_moved`: rows sent by this rank in one dispatch and one combine together, a number on the host. `token_bytes`:
+    bytes of a token in dispatch, where tokens are sent in another format than results; 0: in the same."""
 
     order: RowOrder
     legs: tuple[Any, ...] = ()
     rows_moved: int = 0
+    token_bytes: int = 0
+
+    def bytes_moved(self, row_bytes: int) -> int:
+        """Bytes of the rows, exact as a sum over all ranks: dispatch and combine have half of the rows each."""
+        both_ways = row_bytes + (self.token_bytes or row_bytes)
+        return self.rows_moved * both_ways // 2
 
 
 class Dispatcher(Protocol):
@@ -103,6 +110,14 @@ def most_padded_rows(choices: int, held: int, multiple: int) -> int:
     return choices + held * (multiple - 1)
 
 
+class RowLimits(NamedTuple):
+    """What bounds the rows of a routing: tokens of this rank before dispatch, and the most choices of experts held
+    here, if the host knows it."""
+
+    tokens: int
+    most_choices: int | None
+
+
 @dataclass(frozen=True)
 class RowPolicy:
     """Builder of rows for the experts on `rank` of the expert-parallel axis.
@@ -124,7 +139,8 @@ class RowPolicy:
     @property
     def one_row_per_choice(self) -> bool:
         """Whether every choice is one row, and there is no padding."""
-        return not self.drops and self.multiple == 1 and self.each is None
+        is_padded = self.multiple > 1 or self.each is not None
+        return not self.drops and not is_padded
 
     def order_by_expert(
         self, routing: Routing, tokens: int, may_be_remote: bool = False, most_choices: int | None = None
@@ -143,20 +159,21 @@ class RowPolicy:
         every_slot = torch.arange(self.held, device=slot.device)
         ends_e = torch.searchsorted(sorted_slot, every_slot, right=True)
         if holes:  # cut off what has no row here, and insert padding
-            order, ends_e = self.pad(order, sorted_slot, ends_e, tokens, most_choices)
+            limits = RowLimits(tokens, most_choices)
+            order, ends_e = self.pad(order, sorted_slot, ends_e, limits)
         choices = ids_NK.shape[1]
         index_R = order.div(choices, rounding_mode="floor")  # -1 stays -1
-        slots_NK = invert_order(order, slot).view(ids_NK.shape)
+        slots = invert_order(order, slot)
+        slots_NK = slots.view(ids_NK.shape)
         weight_R = gather_weights(weights_NK, order, holes)
         ends_e = ends_e.int()
         return RowOrder(index_R, slots_NK, weight_R, ends_e, holes)
 
-    def pad(
-        self, order: Tensor, slot: Tensor, ends_e: Tensor, tokens: int, most_choices: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def pad(self, order: Tensor, slot: Tensor, ends_e: Tensor, limits: RowLimits) -> tuple[Tensor, Tensor]:
         """Sorted choices of the experts held here, with -1 for padding, and the new ends."""
-        counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
-        sizes_e, total = self.padded_sizes(counts_e, tokens, most_choices)
+        zero = ends_e.new_zeros(1)
+        counts_e = ends_e.diff(prepend=zero)
+        sizes_e, total = self.padded_sizes(counts_e, limits)
         padded_ends_e = sizes_e.cumsum(0)
         # A row moves by the difference between its expert's new and old begin.
         begins_e = ends_e - counts_e
@@ -165,20 +182,25 @@ class RowPolicy:
         row = torch.arange(len(order), device=order.device)
         held_slot = slot.clamp(max=self.held - 1)
         row = row + shift_e[held_slot]
-        row = torch.where(slot < self.held, row, total)  # the extra row takes choices without a row here
-        padded = order.new_full((total + 1,), -1)
-        padded = padded.scatter_(0, row, order)
+        is_held = slot < self.held
+        row = torch.where(is_held, row, total)  # the extra row takes choices without a row here
+        size = total + 1
+        padded = order.new_full((size,), -1)
+        padded.scatter_(0, row, order)
         return padded[:total], padded_ends_e
 
-    def padded_sizes(self, counts_e: Tensor, tokens: int, most_choices: int | None) -> tuple[Tensor, int]:
+    def padded_sizes(self, counts_e: Tensor, limits: RowLimits) -> tuple[Tensor, int]:
         """Rows of each expert with padding, and R."""
         if self.each is not None:
-            size = self.each(tokens)
-            return torch.full_like(counts_e, size), size * self.held
-        sizes_e = -(-counts_e // self.multiple) * self.multiple
-        if most_choices is not None:
-            return sizes_e, most_padded_rows(most_choices, self.held, self.multiple)
-        return sizes_e, int(sizes_e.sum())
+            size = self.each(limits.tokens)
+            sizes_e = torch.full_like(counts_e, size)
+            return sizes_e, size * self.held
+        multiples_e = -(-counts_e // self.multiple)
+        sizes_e = multiples_e * self.multiple
+        if limits.most_choices is None:
+            return sizes_e, int(sizes_e.sum())
+        rows = most_padded_rows(limits.most_choices, self.held, self.multiple)
+        return sizes_e, rows
 
 
 def invert_order(order: Tensor, like: Tensor) -> Tensor:
@@ -187,7 +209,8 @@ def invert_order(order: Tensor, like: Tensor) -> Tensor:
     size = len(like)
     slots = torch.full((size + 1,), -1, device=like.device)  # the last one takes the rows of padding
     choice = torch.where(order >= 0, order, size)
-    return slots.scatter_(0, choice, row)[:-1]
+    slots.scatter_(0, choice, row)
+    return slots[:-1]
 
 
 def gather_weights(weights_NK: Tensor, order: Tensor, holes: bool) -> Tensor:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from moefold.anatomy.step_specs import dispatched_width
-from moefold.config.errors import one_of
+from moefold.config.errors import UserError, one_of
 from moefold.config.extensions import find_extension
-from moefold.config.run import Config, MoeConfig
+from moefold.config.run import Config, MoeConfig, PrecisionConfig
 from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.base import Dispatcher, Hop, RowPolicy
 from moefold.dispatch.deepep import DeepEpHop, make_deepep_buffer, require_deepep
 from moefold.dispatch.expert_placement import ExpertPlacement, contiguous_placement
+from moefold.dispatch.fp8_dispatcher import Fp8Dispatcher, SendsRows, gradient_rule, token_rule
 from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice, pack_per_rank
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
@@ -42,7 +43,8 @@ from moefold.layout.dtypes import DTYPES
 
 def expert_capacity(moe: MoeConfig, tokens: int) -> int:
     """Capacity of one expert for this number of tokens."""
-    rows = moe.capacity.factor * tokens * moe.top_k / moe.experts
+    choices = moe.capacity.factor * tokens * moe.top_k
+    rows = choices / moe.experts
     return math.ceil(rows)
 
 
@@ -123,14 +125,17 @@ def hierarchical_hops(setting: DispatchSetting) -> HopChain:
     inside = setting.world.ep_inside
 
     def node_of_expert(ids: Tensor) -> Tensor:
-        return experts.rank_of(ids) // inside.size
+        ranks = experts.rank_of(ids)
+        return ranks // inside.size
 
     def rank_within_node(ids: Tensor) -> Tensor:
-        return experts.rank_of(ids) % inside.size
+        ranks = experts.rank_of(ids)
+        return ranks % inside.size
 
     sizes = NodeSizes(inside.size)
-    between_nodes = AllToAllHop(nodes, pack_per_rank, node_of_expert, sizes.between_nodes, setting.kernels)
-    within_node = AllToAllHop(inside, pack_per_rank, rank_within_node, sizes.within_node, setting.kernels)
+    kernels = setting.kernels
+    between_nodes = AllToAllHop(nodes, pack_per_rank, node_of_expert, sizes.between_nodes, kernels)
+    within_node = AllToAllHop(inside, pack_per_rank, rank_within_node, sizes.within_node, kernels)
     return HopChain([between_nodes, within_node])
 
 
@@ -140,7 +145,8 @@ def deepep_hops(setting: DispatchSetting) -> HopChain:
     package = require_deepep(device, setting.dtype, setting.row_width)
     row_bytes = setting.row_width * setting.dtype.itemsize
     buffer = make_deepep_buffer(package, ep, row_bytes)
-    return HopChain([DeepEpHop(buffer, ep, setting.experts)])
+    hop = DeepEpHop(buffer, ep, setting.experts)
+    return HopChain([hop])
 
 
 DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {
@@ -199,4 +205,21 @@ def build_dispatcher(
         dispatched_width(config.model),
         DTYPES[config.train.precision],
     )
-    return build(setting)
+    dispatcher = build(setting)
+    return with_fp8_payloads(dispatcher, name, setting, config.precision)
+
+
+def with_fp8_payloads(
+    dispatcher: Dispatcher, name: str, setting: DispatchSetting, precision: PrecisionConfig
+) -> Dispatcher:
+    """The dispatcher, with tokens and gradients sent in FP8 as configured; the local one sends nothing."""
+    tokens = token_rule(precision)
+    gradients = gradient_rule(precision)
+    if name == "local" or tokens is gradients is None:
+        return dispatcher
+    if not isinstance(dispatcher, SendsRows):
+        raise UserError(
+            f"parallel.dispatcher = {name} has no methods send and give_back, which payloads in FP8 need; set "
+            "precision.dispatch and precision.combine_gradient to plain"
+        )
+    return Fp8Dispatcher(dispatcher, setting.kernels, setting.row_width, tokens, gradients)

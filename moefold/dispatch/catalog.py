@@ -19,7 +19,7 @@ experts. Latency and bandwidth are those of the links (`LinkSpeeds`), which are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb, log2
 from typing import NamedTuple
 
@@ -55,11 +55,14 @@ class LinkSpeeds:
             network = self.link_in_words(self.network, self.network_latency)
             figures.append(f"{network} between nodes")
         origin = "measured" if self.measured else f"of {self.source}"
-        return f"links {origin}: {'; '.join(figures)}"
+        listed = "; ".join(figures)
+        return f"links {origin}: {listed}"
 
     def link_in_words(self, bandwidth: float, latency: float) -> str:
         text = f"{bandwidth / 1e9:.3g} GB/s"
-        return f"{text}, {latency * 1e6:.0f} us" if self.measured else text
+        if self.measured:
+            text += f", {latency * 1e6:.0f} us"
+        return text
 
 
 CPU_LINKS = LinkSpeeds(1e9, 1e9, source="gloo on CPUs, round numbers")
@@ -113,19 +116,23 @@ def expected_distinct(k: int, places: float) -> float:
 def expected_nodes_reached(trip: DispatchTrip) -> float:
     """Distinct nodes among a token's experts. With groups, the nodes that hold a chosen group: of the C(groups, chosen)
     ways to choose, C(groups - held, chosen) leave out a node that holds `held` groups."""
-    if trip.chosen >= trip.groups or trip.groups % trip.nodes:
-        return expected_distinct(trip.k, trip.nodes)
-    held = int(trip.groups // trip.nodes)
-    missed = comb(trip.groups - held, trip.chosen)
-    ways = comb(trip.groups, trip.chosen)
-    return trip.nodes * (1 - missed / ways)
+    groups = trip.groups
+    nodes = trip.nodes
+    if trip.chosen >= groups or groups % nodes:
+        return expected_distinct(trip.k, nodes)
+    held = int(groups // nodes)
+    missed = comb(groups - held, trip.chosen)
+    ways = comb(groups, trip.chosen)
+    return nodes * (1 - missed / ways)
 
 
-def even_spread_seconds(copies: float, trip: DispatchTrip, inside_rate: float, network_rate: float) -> float:
+def even_spread_seconds(copies: float, trip: DispatchTrip, links: LinkSpeeds) -> float:
     """Seconds to send `copies` copies of every token evenly over all ranks; both links are used at the same time."""
-    sent = trip.tokens * trip.row * copies / trip.ranks
-    inside = sent * (trip.inside - 1) / inside_rate
-    across = sent * (trip.ranks - trip.inside) / network_rate
+    sent = trip.bytes * copies / trip.ranks
+    ranks_inside = trip.inside - 1
+    ranks_across = trip.ranks - trip.inside
+    inside = sent * ranks_inside / links.inside
+    across = sent * ranks_across / links.network
     return max(inside, across)
 
 
@@ -135,17 +142,17 @@ def hop_latency(trip: DispatchTrip, links: LinkSpeeds) -> float:
 
 
 def all_gather_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    sending = even_spread_seconds(trip.ranks, trip, links.inside, links.network)
+    sending = even_spread_seconds(trip.ranks, trip, links)
     return hop_latency(trip, links) + sending
 
 
 def all_to_all_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    inside_rate = links.inside
-    network_rate = links.network
+    reached = links
     if not links.measured:
-        inside_rate *= ALL_TO_ALL_OF_NVLINK
-        network_rate *= ALL_TO_ALL_OF_NETWORK
-    sending = even_spread_seconds(trip.k, trip, inside_rate, network_rate)
+        inside = links.inside * ALL_TO_ALL_OF_NVLINK
+        network = links.network * ALL_TO_ALL_OF_NETWORK
+        reached = replace(links, inside=inside, network=network)
+    sending = even_spread_seconds(trip.k, trip, reached)
     return hop_latency(trip, links) + sending
 
 
@@ -154,7 +161,7 @@ def dedup_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
     if trip.on_one_node and not links.measured:
         latency = LATENCY_PER_DOUBLING * log2(trip.ranks)
     copies = expected_distinct(trip.k, trip.ranks)
-    sending = even_spread_seconds(copies, trip, links.inside, links.network)
+    sending = even_spread_seconds(copies, trip, links)
     return latency + sending
 
 
@@ -163,23 +170,26 @@ def hierarchical_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
     forwarded inside the node while others arrive."""
     nodes_reached = expected_nodes_reached(trip)
     ranks_reached = expected_distinct(trip.k, trip.ranks)
-    sent_across = trip.bytes * nodes_reached * (trip.nodes - 1) / trip.nodes
+    other_nodes = trip.nodes - 1
+    other_ranks = trip.inside - 1
+    sent_across = trip.bytes * nodes_reached * other_nodes / trip.nodes
     across = sent_across / links.network
-    sent_within = trip.bytes * ranks_reached * (trip.inside - 1) / trip.inside
+    sent_within = trip.bytes * ranks_reached * other_ranks / trip.inside
     within = sent_within / links.inside
     sending = across + within if links.measured else max(across, within)
     return links.network_latency + links.inside_latency + sending
 
 
+says = DISPATCHER_NAMES.says
 # In the order in which auto prefers equals.
 DISPATCHER_ENTRIES = {
-    "dedup": DispatcherEntry(DISPATCHER_NAMES.says("dedup"), seconds=dedup_seconds),
-    "all_gather": DispatcherEntry(DISPATCHER_NAMES.says("all_gather"), seconds=all_gather_seconds, joins_etp=True),
-    "all_to_all": DispatcherEntry(DISPATCHER_NAMES.says("all_to_all"), seconds=all_to_all_seconds),
+    "dedup": DispatcherEntry(says("dedup"), seconds=dedup_seconds),
+    "all_gather": DispatcherEntry(says("all_gather"), seconds=all_gather_seconds, joins_etp=True),
+    "all_to_all": DispatcherEntry(says("all_to_all"), seconds=all_to_all_seconds),
     "hierarchical": DispatcherEntry(
-        DISPATCHER_NAMES.says("hierarchical"), "ranks on several nodes", hierarchical_seconds, several_nodes=True
+        says("hierarchical"), "ranks on several nodes", hierarchical_seconds, several_nodes=True
     ),
-    "deepep": DispatcherEntry(DISPATCHER_NAMES.says("deepep"), "the package deep_ep, CUDA devices, bf16"),
+    "deepep": DispatcherEntry(says("deepep"), "the package deep_ep, CUDA devices, bf16"),
 }
 
 
@@ -188,20 +198,25 @@ def dispatcher_entry(name: str) -> DispatcherEntry:
     if name in DISPATCHER_ENTRIES:
         return DISPATCHER_ENTRIES[name]
     extension = find_extension("dispatcher", name)
-    price = extension.price if extension is not None else None
-    return DispatcherEntry(DISPATCHER_NAMES.says(name), seconds=price)
+    price = None
+    if extension is not None:
+        price = extension.price
+    return DispatcherEntry(says(name), seconds=price)
 
 
 def all_entries() -> dict[str, DispatcherEntry]:
     """Entries of all legal names, built-in ones first."""
-    added = [name for name in DISPATCHER_NAMES if name not in DISPATCHER_NAMES.builtin]
-    return DISPATCHER_ENTRIES | {name: dispatcher_entry(name) for name in added}
+    entries = dict(DISPATCHER_ENTRIES)
+    for name in DISPATCHER_NAMES:
+        if name not in DISPATCHER_NAMES.builtin:
+            entries[name] = dispatcher_entry(name)
+    return entries
 
 
 def attach_price(name: str, seconds: Seconds, needs: str = "", several_nodes: bool = False) -> None:
     """Attach a price to a name of config/open_names.py, so that auto can choose it."""
-    says = DISPATCHER_NAMES.says(name)
-    DISPATCHER_ENTRIES[name] = DispatcherEntry(says, needs, seconds, several_nodes)
+    line = says(name)
+    DISPATCHER_ENTRIES[name] = DispatcherEntry(line, needs, seconds, several_nodes)
 
 
 def dispatch_seconds(name: str, trip: DispatchTrip, links: LinkSpeeds) -> float:

@@ -71,13 +71,16 @@ class DeepEpHop:
         weights_TK, ids_TK = routing
         positions_TK = self.experts.position_of(ids_TK)
         positions_TK = torch.where(ids_TK >= 0, positions_TK, -1)
-        sent = SendRouting.apply(weights_TK, positions_TK, self.buffer, self.experts.experts)
+        count = self.experts.experts
+        sent = SendRouting.apply(weights_TK, positions_TK, self.buffer, count)
         weights_NK, local_NK, handle, choices = sent  # pyright: ignore[reportGeneralTypeIssues]
         # Experts of the receiving rank are numbered from zero; -1 is no choice.
         positions_NK = local_NK + self.first
-        arrived_NK = self.experts.expert_at(positions_NK.clamp(min=0))
+        positions_NK = positions_NK.clamp(min=0)
+        arrived_NK = self.experts.expert_at(positions_NK)
         ids_NK = torch.where(local_NK >= 0, arrived_NK, -1)
-        return HopPlan(handle, Routing(weights_NK, ids_NK), choices=choices)
+        arrivals = Routing(weights_NK, ids_NK)
+        return HopPlan(handle, arrivals, choices=choices)
 
     def out(self, h_TD: Tensor, leg: Any) -> Tensor:
         return DispatchTokens.apply(h_TD, self.buffer, leg)  # pyright: ignore[reportReturnType]
@@ -106,14 +109,17 @@ class SendRouting(torch.autograd.Function):
         ctx.handle = handle
         ctx.dtype = weights_TK.dtype
         ctx.mark_non_differentiable(ids_NK)
-        return weights_NK.to(weights_TK.dtype), ids_NK, handle, sum(rows_per_expert)
+        weights_NK = weights_NK.to(weights_TK.dtype)
+        rows = sum(rows_per_expert)
+        return weights_NK, ids_NK, handle, rows
 
     @staticmethod
     def backward(ctx, *gradients):
         weights_NK = gradients[0].float().contiguous()
         stub = make_stub_rows(weights_NK)
         _, weights_TK, _ = ctx.buffer.combine(stub, ctx.handle, topk_weights=weights_NK)
-        return weights_TK.to(ctx.dtype), None, None, None
+        weights_TK = weights_TK.to(ctx.dtype)
+        return weights_TK, None, None, None
 
 
 def make_stub_rows(like: Tensor) -> Tensor:

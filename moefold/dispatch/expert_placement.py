@@ -18,6 +18,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+ExpertPlace = tuple[int, int]  # rank and slot
+TableKey = tuple[str, torch.device, int]  # name of a lookup table, device and rank
+
 
 @dataclass(frozen=True)
 class ExpertPlacement:
@@ -28,8 +31,7 @@ class ExpertPlacement:
     slots: tuple[int, ...]
 
     def __post_init__(self):
-        pairs = zip(self.ranks, self.slots, strict=True)
-        places = sorted(pairs)
+        places = sorted(self.places)
         every_rank = range(self.rank_count)
         every_slot = range(self.held)
         expected = list(product(every_rank, every_slot))
@@ -38,6 +40,11 @@ class ExpertPlacement:
                 f"experts are placed at (rank, slot) {places}; expected each of {self.rank_count} ranks to hold one "
                 f"expert in each of {self.held} slots"
             )
+
+    @property
+    def places(self) -> list[ExpertPlace]:
+        pairs = zip(self.ranks, self.slots, strict=True)
+        return list(pairs)
 
     @property
     def experts(self) -> int:
@@ -53,28 +60,33 @@ class ExpertPlacement:
         return self.experts // self.rank_count
 
     def rank_of(self, ids: Tensor) -> Tensor:
-        return self.lookup_table("ranks", ids.device)[ids]
+        ranks = self.lookup_table("ranks", ids.device)
+        return ranks[ids]
 
     def slot_on_rank(self, ids: Tensor, rank: int) -> Tensor:
         """The slot of each expert on `rank`; `held`, one past the last slot, for other ranks' experts and for -1."""
-        return self.lookup_table("slots", ids.device, rank)[ids]
+        slots = self.lookup_table("slots", ids.device, rank)
+        return slots[ids]
 
     def position_of(self, ids: Tensor) -> Tensor:
         """Position of an expert in an order rank by rank: rank x held + slot."""
-        return self.lookup_table("positions", ids.device)[ids]
+        positions = self.lookup_table("positions", ids.device)
+        return positions[ids]
 
     def expert_at(self, positions: Tensor) -> Tensor:
         """The inverse of `position_of`."""
-        return self.lookup_table("experts", positions.device)[positions]
+        experts = self.lookup_table("experts", positions.device)
+        return experts[positions]
 
     def lookup_table(self, name: str, device: torch.device, rank: int = 0) -> Tensor:
         """A lookup table on a device, uploaded once."""
-        known = (name, device, rank)
-        if known not in self.uploaded_tables:
+        key = name, device, rank
+        table = self.uploaded_tables.get(key)
+        if table is None:
             values = self.table_values(name, rank)
             table = torch.tensor(values, dtype=torch.int64, device=device)
-            self.uploaded_tables[known] = table
-        return self.uploaded_tables[known]
+            self.uploaded_tables[key] = table
+        return table
 
     def table_values(self, name: str, rank: int) -> list[int]:
         if name == "ranks":
@@ -86,22 +98,27 @@ class ExpertPlacement:
             for holder in range(self.rank_count):
                 experts += self.experts_of_rank(holder)
             return experts
-        places = zip(self.ranks, self.slots, strict=True)
-        slots = [slot if holder == rank else self.held for holder, slot in places]
-        return [*slots, self.held]  # the last entry is the one that an id of -1 finds
+        no_slot = self.held
+        slots: list[int] = []
+        for holder, slot in self.places:
+            is_here = holder == rank
+            slots.append(slot if is_here else no_slot)
+        slots.append(no_slot)  # what an id of -1 finds
+        return slots
 
     @cached_property
-    def uploaded_tables(self) -> dict[tuple[str, torch.device, int], Tensor]:
+    def uploaded_tables(self) -> dict[TableKey, Tensor]:
         return {}
 
     @property
     def positions(self) -> tuple[int, ...]:
-        places = zip(self.ranks, self.slots, strict=True)
-        return tuple(rank * self.held + slot for rank, slot in places)
+        held = self.held
+        return tuple(rank * held + slot for rank, slot in self.places)
 
     def experts_of_rank(self, rank: int) -> list[int]:
         """Ids of the experts that a rank holds, by slot: the order of its weights."""
-        mine = [expert for expert, holder in enumerate(self.ranks) if holder == rank]
+        holders = enumerate(self.ranks)
+        mine = [expert for expert, holder in holders if holder == rank]
         return sorted(mine, key=self.slots.__getitem__)
 
 
@@ -114,13 +131,16 @@ def contiguous_placement(experts: int, ranks: int = 1) -> ExpertPlacement:
 
 def permuted_placement(order: Sequence[int], ranks: int = 1) -> ExpertPlacement:
     """`order` lists expert ids rank by rank, slot by slot."""
-    held = len(order) // ranks
-    places = {expert: divmod(position, held) for position, expert in enumerate(order)}
-    by_expert = map(places.__getitem__, range(len(order)))
-    return placement_of_pairs(list(by_expert))
+    experts = len(order)
+    held = experts // ranks
+    places: dict[int, ExpertPlace] = {}
+    for position, expert in enumerate(order):
+        places[expert] = divmod(position, held)
+    in_order = [places[expert] for expert in range(experts)]
+    return placement_of_pairs(in_order)
 
 
-def placement_of_pairs(places: Sequence[tuple[int, int]]) -> ExpertPlacement:
+def placement_of_pairs(places: Sequence[ExpertPlace]) -> ExpertPlacement:
     ranks = tuple(rank for rank, _ in places)
     slots = tuple(slot for _, slot in places)
     return ExpertPlacement(ranks, slots)

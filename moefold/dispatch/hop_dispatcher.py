@@ -11,6 +11,8 @@ Where experts are sharded over etp, one more hop sends the tokens of each etp ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,20 +22,14 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.expert_rows import sum_rows
 
 
+@dataclass(frozen=True, eq=False)
 class HopDispatcher:
     """`traffic`: counts the sizes of all exchanges, for hops that need them on the host."""
 
-    def __init__(
-        self,
-        hops: Sequence[Hop],
-        row_policy: RowPolicy,
-        kernels: BoundKernels,
-        traffic: TrafficCounter | None = None,
-    ):
-        self.hops = hops
-        self.row_policy = row_policy
-        self.kernels = kernels
-        self.traffic = traffic
+    hops: Sequence[Hop]
+    row_policy: RowPolicy
+    kernels: BoundKernels
+    traffic: TrafficCounter | None = None
 
     def plan(self, routing: Routing) -> Receipt:
         tokens = len(routing.ids_TK)
@@ -48,22 +44,34 @@ class HopDispatcher:
             routing = plan.routing  # of the arrivals
             choices = plan.choices if choices is None else choices
             plans.append(plan)
-        may_be_remote = routing.ids_TK.shape[1] > 1  # a parcel of one choice is always for an expert here
+        choices_of_parcel = routing.ids_TK.shape[1]
+        may_be_remote = choices_of_parcel > 1  # a parcel of one choice is always for an expert here
         order = self.row_policy.order_by_expert(routing, tokens, may_be_remote, choices)
         legs = tuple(plan.leg for plan in plans)
         rows_moved = sum(plan.rows_moved for plan in plans)
         return Receipt(order, legs, rows_moved)
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
-        for hop, leg in zip(self.hops, receipt.legs, strict=True):
-            h_TD = hop.out(h_TD, leg)
-        return Rows(h_TD, receipt.order)
+        source_ND = self.send(h_TD, receipt)
+        return Rows(source_ND, receipt.order)
+
+    def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
+        for hop, leg in self.outbound(receipt):
+            x_TD = hop.out(x_TD, leg)
+        return x_TD
+
+    def outbound(self, receipt: Receipt) -> list[tuple[Hop, Any]]:
+        """The hops in their order, each with its leg."""
+        pairs = zip(self.hops, receipt.legs, strict=True)
+        return list(pairs)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
         sum_of_sources = self.kernels[sum_rows]
         y_ND = sum_of_sources(y_RD, order.index_R, order.slots_NK, order.holes)
-        outbound = list(zip(self.hops, receipt.legs, strict=True))
-        for hop, leg in reversed(outbound):
+        return self.give_back(y_ND, receipt)
+
+    def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
+        for hop, leg in reversed(self.outbound(receipt)):
             y_ND = hop.back(y_ND, leg)
         return y_ND

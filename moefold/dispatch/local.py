@@ -32,7 +32,8 @@ class LocalDispatcher:
         if not self.in_order:
             slots_TK = self.row_policy.experts.position_of(ids_TK)
         arranged = self.arrange_rows(slots_TK, weights_TK, self.experts)
-        return Receipt(RowOrder(*arranged, holes=False))
+        order = RowOrder(*arranged, holes=False)
+        return Receipt(order)
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         return Rows(h_TD, receipt.order)

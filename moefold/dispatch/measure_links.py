@@ -20,7 +20,10 @@ from moefold.layout.axes import Axis, World
 
 MIB = 1 << 20
 # Bytes of a rank, its own share among them: few enough for a fraction of a second, enough to outweigh the latency.
-TRIAL_BYTES = {"cpu": (MIB // 16, MIB), "cuda": (MIB, 64 * MIB)}
+TRIAL_BYTES = {
+    "cpu": (MIB // 16, MIB),
+    "cuda": (MIB, 64 * MIB),
+}
 REPETITIONS = 5
 WARM_UP = 2  # the first all-to-all of a group also opens its connections
 LEAST_GROWTH = 0.1  # of the larger time: where noise hides the difference of both
@@ -42,9 +45,13 @@ def measure_links(world: World) -> LinkSpeeds:
     network = network or inside
     if inside is None or network is None:
         raise ValueError("links are measured between expert-parallel ranks, but ep is 1")
-    bandwidths = inside.bandwidth, network.bandwidth
-    latencies = inside.latency, network.latency
-    return LinkSpeeds(*bandwidths, *latencies, measured=True)
+    return LinkSpeeds(
+        inside=inside.bandwidth,
+        network=network.bandwidth,
+        inside_latency=inside.latency,
+        network_latency=network.latency,
+        measured=True,
+    )
 
 
 def measure_link(axis: Axis, world: World) -> Link | None:
@@ -73,7 +80,8 @@ def all_to_all_seconds(bytes_each: int, axis: Axis, device: torch.device) -> flo
         collectives.all_to_all_no_grad(x, counts, counts, axis)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begun)
+        elapsed = time.perf_counter() - begun
+        times.append(elapsed)
     return median(times[WARM_UP:])
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moefold.anatomy.step_specs import dispatched_width
+from moefold.config.precision_recipes import SCALE_BLOCK
 from moefold.config.run import Config
 from moefold.dispatch.catalog import DispatchTrip, LinkSpeeds, all_entries
+
+INVARIANT_DISPATCHER = "all_to_all"
 
 
 def tokens_per_rank(config: Config) -> int:
     """Tokens of a microbatch that one rank dispatches."""
     parallel = config.parallel
     tokens = config.train.micro_batch * config.data.seq_len
-    return tokens // (parallel.cp * parallel.tp)
+    ranks = parallel.cp * parallel.tp
+    return tokens // ranks
 
 
 def dispatch_trip(config: Config, ranks_on_a_node: int, bytes_each: int) -> DispatchTrip:
@@ -24,7 +28,7 @@ def dispatch_trip(config: Config, ranks_on_a_node: int, bytes_each: int) -> Disp
     inside = max(1, min(parallel.ep, groups_inside))
     return DispatchTrip(
         tokens_per_rank(config),
-        dispatched_width(config.model) * bytes_each,
+        row_bytes_one_way(config, bytes_each),
         moe.top_k,
         parallel.ep,
         inside if parallel.ep % inside == 0 else parallel.ep,
@@ -33,16 +37,31 @@ def dispatch_trip(config: Config, ranks_on_a_node: int, bytes_each: int) -> Disp
     )
 
 
+def row_bytes_one_way(config: Config, bytes_each: int) -> float:
+    """Bytes of a row, the mean of its four ways: dispatch and combine, forward and backward. Tokens and gradients of
+    combine's output may be sent in FP8, with scales of 4 bytes for 128 values."""
+    width = dispatched_width(config.model)
+    plain = width * bytes_each
+    scales = -(-width // SCALE_BLOCK)
+    saved = plain - (width + 4 * scales)
+    precision = config.precision
+    formats = precision.dispatch, precision.combine_gradient
+    in_fp8 = sum(name != "plain" for name in formats)
+    return plain - saved * in_fp8 / 4
+
+
 def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int, links: LinkSpeeds) -> dict[str, float]:
     """Seconds one way by every priced dispatcher that this layout allows."""
     trip = dispatch_trip(config, ranks_on_a_node, bytes_each)
-    joint_ranks = config.parallel.ep * config.parallel.etp
+    parallel = config.parallel
+    joint_ranks = parallel.ep * parallel.etp
     joint_inside = min(joint_ranks, ranks_on_a_node)
     joint_trip = replace(trip, ranks=joint_ranks, inside=joint_inside)
     one_node = trip.inside >= trip.ranks
     seconds: dict[str, float] = {}
     for name, entry in all_entries().items():
-        if entry.seconds is None or (entry.several_nodes and one_node):
+        is_left_out = entry.several_nodes and one_node
+        if entry.seconds is None or is_left_out:
             continue
         load = joint_trip if entry.joins_etp else trip
         seconds[name] = entry.seconds(load, links)
@@ -58,10 +77,13 @@ def cheapest_dispatcher(
         return "local", "all experts are on this rank"
     if parallel.dispatcher != "auto":
         return parallel.dispatcher, "asked for"
+    if config.kernels.invariant:
+        return INVARIANT_DISPATCHER, "sums a token's results in one order on any number of ranks (kernels.invariant)"
     links = links or LinkSpeeds()
     seconds = seconds_by_dispatcher(config, ranks_on_a_node, bytes_each, links)
     order = sorted(seconds, key=seconds.__getitem__)
-    listed = ", ".join(f"{name} {seconds[name] * 1e3:.2f}" for name in order)
+    figures = [f"{name} {seconds[name] * 1e3:.2f}" for name in order]
+    listed = ", ".join(figures)
     tokens = tokens_per_rank(config)
     reason = f"least predicted time, ms one way for {tokens} tokens: {listed}"
     if parallel.ep > 1:

@@ -57,23 +57,28 @@ class TrafficCounter:
         of_all = all_gather_no_grad(of_ep[None], self.etp)
         table: Table = of_all.tolist()
         ranks = self.ep.size
-        choices = columns_of(table, 0, ranks)
-        tokens = columns_of(table, ranks, 2 * ranks)
-        nodes = columns_of(table, 2 * ranks, None)
-        return Traffic(choices, tokens, nodes, self.etp.index, self.ep.index)
+        return Traffic(
+            choices=columns_of(table, 0, ranks),
+            tokens=columns_of(table, ranks, 2 * ranks),
+            nodes=columns_of(table, 2 * ranks, None),
+            etp=self.etp.index,
+            ep=self.ep.index,
+        )
 
     def count_own(self, ids_TK: Tensor) -> Tensor:
         """Choices and tokens of this rank for each rank, and tokens for each node."""
         ranks = self.ep.size
         rank_TK = self.experts.rank_of(ids_TK)
         rank_TK = torch.where(ids_TK >= 0, rank_TK, ranks)  # column `ranks` takes missing choices
-        flat = rank_TK.flatten()
-        choices = flat.new_zeros(ranks + 1)
-        ones = torch.ones_like(flat)
-        choices_n = choices.scatter_add_(0, flat, ones)[:ranks]
+        rank = rank_TK.flatten()
+        one = torch.ones_like(rank)
+        choices = rank.new_zeros(ranks + 1)
+        choices.scatter_add_(0, rank, one)
+        choices_n = choices[:ranks]
         tokens = len(ids_TK)
-        goes = flat.new_zeros(tokens, ranks + 1, dtype=torch.bool)
-        goes_Tn = goes.scatter_(1, rank_TK, True)[:, :ranks]
+        goes = rank.new_zeros(tokens, ranks + 1, dtype=torch.bool)
+        goes.scatter_(1, rank_TK, True)
+        goes_Tn = goes[:, :ranks]
         by_node = goes_Tn.unflatten(1, (-1, self.ranks_per_node))
         goes_Tm = by_node.any(-1)
         tokens_n = goes_Tn.sum(0)
@@ -91,7 +96,12 @@ def sums_of_column(tables: Table, column: int) -> list[int]:
 
 
 def columns_of(table: Table, begin: int, end: int | None) -> Table:
-    return [[row[begin:end] for row in senders] for senders in table]
+    columns = slice(begin, end)
+    cut: Table = []
+    for senders in table:
+        rows = [row[columns] for row in senders]
+        cut.append(rows)
+    return cut
 
 
 def per_choice_sizes(traffic: Traffic) -> ExchangeSizes:
@@ -106,8 +116,9 @@ def per_rank_sizes(traffic: Traffic) -> ExchangeSizes:
 
 def exchange_over_ep(traffic: Traffic, table: Table) -> ExchangeSizes:
     mine = table[traffic.etp]
+    send = mine[traffic.ep]
     receive = [row[traffic.ep] for row in mine]
-    return ExchangeSizes(mine[traffic.ep], receive)
+    return ExchangeSizes(send, receive)
 
 
 class NodeSizes(NamedTuple):
@@ -118,10 +129,12 @@ class NodeSizes(NamedTuple):
 
     def between_nodes(self, traffic: Traffic) -> ExchangeSizes:
         table = traffic.nodes[traffic.etp]
-        node, place = divmod(traffic.ep, self.ranks_per_node)
-        same_place = table[place :: self.ranks_per_node]
+        size = self.ranks_per_node
+        node, place = divmod(traffic.ep, size)
+        same_place = table[place::size]
+        send = table[traffic.ep]
         receive = [row[node] for row in same_place]
-        return ExchangeSizes(table[traffic.ep], receive)
+        return ExchangeSizes(send, receive)
 
     def within_node(self, traffic: Traffic) -> ExchangeSizes:
         """Through this rank go the tokens of the ranks at its place of every node."""
@@ -129,8 +142,9 @@ class NodeSizes(NamedTuple):
         size = self.ranks_per_node
         node, place = divmod(traffic.ep, size)
         first = node * size
+        of_node = slice(first, first + size)
         same_place = table[place::size]
-        here = [row[first : first + size] for row in same_place]
+        here = [row[of_node] for row in same_place]
         columns = zip(*here, strict=True)
         send = list(map(sum, columns))
         by_place = [table[other::size] for other in range(size)]
@@ -141,7 +155,8 @@ class NodeSizes(NamedTuple):
 def for_everyone_sizes(traffic: Traffic, arrivals: Table) -> ExchangeSizes:
     """All that arrived on this rank goes to every etp rank. `arrivals`: the table that the hops over ep followed."""
     arrived = sums_of_column(arrivals, traffic.ep)
-    send = [arrived[traffic.etp]] * len(arrived)
+    mine = arrived[traffic.etp]
+    send = [mine for _ in arrived]
     return ExchangeSizes(send, arrived)
 
 

@@ -8,8 +8,6 @@ been recorded, all scales are current.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -20,10 +18,9 @@ from moefold.kernels.linear.product import Role
 from moefold.kernels.quantise.count_saturated import count_saturated
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.row_tiles import RowTiles
-from moefold.layout.declare import PartOfTensor
 from moefold.layout.rerun import rerun_key
 from moefold.precision.fp8 import Fp8Recipe
-from moefold.precision.linear import PlacedWeight
+from moefold.precision.linear import PlacedWeight, RecipeTensors
 from moefold.precision.operand_history import OperandHistory
 
 
@@ -40,15 +37,20 @@ class DelayedFp8Recipe(Fp8Recipe):
         reads_tokens: bool = False,
     ):
         super().__init__(spec, options, kernels)
-        roles: list[Role] = ["gradient"] if reads_tokens else ["input", "gradient"]
+        roles: list[Role] = ["input", "gradient"]
+        if reads_tokens:
+            roles = ["gradient"]
         by_channel = spec.columns == "channel"
-        self.histories = {role: OperandHistory(weight, role, options, by_channel) for role in roles}
+        self.histories: dict[Role, OperandHistory] = {}
+        for role in roles:
+            self.histories[role] = OperandHistory(weight, role, options, by_channel)
         self.recorded_H = torch.zeros(options.history, dtype=torch.int64, device="cpu")
 
     @property
     def steps(self) -> int:
         """How many were recorded."""
-        return int(self.recorded_H.max())
+        recorded = self.recorded_H.numpy()
+        return int(recorded.max())
 
     @property
     def next_place(self) -> int:
@@ -59,10 +61,12 @@ class DelayedFp8Recipe(Fp8Recipe):
         """The step under way was written to its place."""
         self.recorded_H[self.next_place] = self.steps + 1
 
-    def state(self) -> Mapping[str, Tensor | PartOfTensor]:
-        kept: dict[str, Tensor | PartOfTensor] = {"recorded_steps": self.recorded_H}
+    def state(self) -> RecipeTensors:
+        kept: RecipeTensors = {}
+        kept["recorded_steps"] = self.recorded_H
         for role, history in self.histories.items():
-            kept |= {f"{role}_{kind}": tensor for kind, tensor in history.state().items()}
+            for kind, tensor in history.state().items():
+                kept[f"{role}_{kind}"] = tensor
         return kept
 
     def quantise(
@@ -78,11 +82,14 @@ class DelayedFp8Recipe(Fp8Recipe):
         if history is None:
             return super().quantise(x, tiles, role, rows, columns, index_R)
         rule = self.rules[role]
-        maxima = self.kernels[tile_maxima](x, tiles, index_R)
+        find_maxima = self.kernels[tile_maxima]
+        maxima = find_maxima(x, tiles, index_R)
         history.record(maxima, tiles)
+        # Scales: of the last steps, if any were recorded.
         is_delayed = self.steps > 0
         if is_delayed:
-            scales = history.scales(tiles, rule, x.shape[1])
+            width = x.shape[1]
+            scales = history.scales(tiles, rule, width)
         else:
             scales = self.scales_from_maxima(maxima, tiles, role)
         rows_P = scales.rows_P if rows else None
@@ -92,6 +99,7 @@ class DelayedFp8Recipe(Fp8Recipe):
             count = self.kernels[count_saturated]
             saturated = count(x, tiles, maxima, rule.format, rows_P, columns_MD, index_R)
             history.saturated_now += saturated
-        copies = self.kernels[quantise_tiles](x, tiles, rule, rows_P, columns_MD, index_R)
+        make_copies = self.kernels[quantise_tiles]
+        copies = make_copies(x, tiles, rule, rows_P, columns_MD, index_R)
         self.watch.see_rows(role, x, tiles, copies, index_R, saturated)
         return copies

@@ -9,7 +9,6 @@ they move.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,9 +25,9 @@ from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, Tile
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat, quantise_weight
 from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
 from moefold.kernels.quantise.wide_scales import WideKind, WideScales, wide_scales
-from moefold.layout.declare import PartOfTensor
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.weight_copies import cached_copy
+from moefold.precision.linear import RecipeTensors
 from moefold.precision.operand_watch import OperandWatch
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -45,8 +44,10 @@ class TileOperand(NamedTuple):
 
     def along_columns(self) -> TileOperand:
         """The operand of the weight gradient."""
-        source = self.source if self.columns is None else None
-        return self._replace(source=source, rows=None)
+        without_rows = self._replace(rows=None)
+        if self.columns is None:
+            return without_rows
+        return without_rows._replace(source=None)
 
 
 class Fp8Recipe:
@@ -58,48 +59,65 @@ class Fp8Recipe:
     rounds_by_token = False
 
     def __init__(self, spec: RecipeSpec, options: PrecisionConfig, kernels: BoundKernels):
+        assert spec.weight in ("block", "expert", "channel"), f"{spec.name} does not quantise weights to FP8"
         bound = kernels.with_facts(recipe=spec.name)
         self.spec = spec
         self.name = spec.name
-        self.row_multiple = spec.row_multiple
-        self.rule = ScaleRule(E4M3, options.power_of_two_scales)
-        assert spec.weight in ("block", "expert", "channel"), f"{spec.name} does not quantise weights to FP8"
-        self.weight_format = WeightFormat(spec.weight, self.rule)
-        gradient_rule = ScaleRule(FORMATS[options.gradient_format], options.power_of_two_scales)
-        self.rules: dict[Role, ScaleRule] = {"tokens": self.rule, "input": self.rule, "gradient": gradient_rule}
         self.kernels = bound
+        self.row_multiple = spec.row_multiple
         self.row_sums: Sums = spec.row_sums(options.accumulate)
         self.weight_sums: Sums = spec.weight_sums
-        self.products: Products | None = TileProducts(self.row_sums, self.weight_sums, bound)
+        products = TileProducts(self.row_sums, self.weight_sums, bound)
+        self.products: Products | None = products
         self.watch = OperandWatch(bound)
+        # Rules of scales
+        power_of_two = options.power_of_two_scales
+        gradient_format = FORMATS[options.gradient_format]
+        rule = ScaleRule(E4M3, power_of_two)
+        self.rule = rule
+        self.rules: dict[Role, ScaleRule] = {}
+        self.rules["tokens"] = rule
+        self.rules["input"] = rule
+        self.rules["gradient"] = ScaleRule(gradient_format, power_of_two)
+        self.weight_format = WeightFormat(spec.weight, rule)
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> TileOperand:
-        are_tokens = rows is not None and rows.are_tokens
-        return self.quantise_rows(x, rows, "tokens" if are_tokens else "input")
+        role: Role = "input"
+        if rows is not None and rows.are_tokens:
+            role = "tokens"
+        return self.quantise_rows(x, rows, role)
 
     def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> TileOperand:
         return self.quantise_rows(dy, rows, "gradient")
 
     def weight(self, w: Tensor) -> QuantisedWeight:
-        copies = cached_copy(w, self.weight_format, self.quantise_matrices)
+        format = self.weight_format
+        copies = cached_copy(w, format, self.quantise_matrices)
         self.watch.see_weight(w, copies)
         return copies
 
-    def state(self) -> Mapping[str, Tensor | PartOfTensor]:
+    def state(self) -> RecipeTensors:
         return {}
 
     def quantise_matrices(self, w: Tensor) -> QuantisedWeight:
         """Both layouts of a weight (N, D) or (E, N, D)."""
-        w_END = w.detach().view(-1, *w.shape[-2:])
-        return self.kernels[quantise_weight](w_END, *self.weight_format)
+        w_END = as_stack(w.detach())
+        scales, rule = self.weight_format
+        quantise = self.kernels[quantise_weight]
+        return quantise(w_END, scales, rule)
 
     def quantise_rows(self, x: Tensor, rows: ExpertRows | None, role: Role) -> TileOperand:
         """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""
-        tiles = self.kernels[row_tiles](ends_of_rows(x, rows), len(x))
-        filled = x if len(x) else x.new_zeros(1, x.shape[1])  # tiles without rows still name a first row
+        count, width = x.shape
+        ends_E = ends_of_rows(x, rows)
+        make_tiles = self.kernels[row_tiles]
+        tiles = make_tiles(ends_E, count)
+        source = x
+        if count == 0:
+            source = x.new_zeros(1, width)  # tiles without rows still name a first row
         fp8_wgrad = self.spec.columns != "none"
-        copies = self.quantise(filled, tiles, role, rows=True, columns=fp8_wgrad)
-        return TileOperand(tiles, x, copies.rows, copies.columns)
+        by_row, by_column = self.quantise(source, tiles, role, rows=True, columns=fp8_wgrad)
+        return TileOperand(tiles, x, by_row, by_column)
 
     def quantise(
         self,
@@ -111,30 +129,56 @@ class Fp8Recipe:
         index_R: Tensor | None = None,
     ) -> QuantisedTiles:
         """Copies of rows in tiles along rows, along columns, or both, with the scales of this recipe."""
-        row_scales, column_scales = self.current_scales(x, tiles, role, index_R)
-        row_scales = row_scales if rows else None
-        column_scales = column_scales if columns else None
-        copies = self.kernels[quantise_tiles](x, tiles, self.rules[role], row_scales, column_scales, index_R)
+        rule = self.rules[role]
+        of_rows: Scales = "block"
+        of_columns: Scales = "block"
+        if self.spec.rows != "block":
+            find_maxima = self.kernels[tile_maxima]
+            maxima = find_maxima(x, tiles, index_R)
+            of_rows, of_columns = self.scales_from_maxima(maxima, tiles, role)
+        if not rows:
+            of_rows = None
+        if not columns:
+            of_columns = None
+        make_copies = self.kernels[quantise_tiles]
+        copies = make_copies(x, tiles, rule, of_rows, of_columns, index_R)
         self.watch.see_rows(role, x, tiles, copies, index_R)
         return copies
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether this step records statistics."""
+        return self.watch.seen is not None
+
+    def show_copies(self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles) -> None:
+        """Show the watch copies that a fused kernel made of x."""
+        self.watch.see_rows(role, x, tiles, copies)
+
     def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
         """Show the watch the copy along rows that an epilogue made of an input, from the input itself."""
-        if self.watch.seen is not None:
-            copies = self.kernels[quantise_tiles](x, tiles, self.rules["input"], "block")
-            self.watch.note_rows("input", x, tiles, copies)
-
-    def current_scales(self, x: Tensor, tiles: RowTiles, role: Role, index_R: Tensor | None) -> tuple[Scales, Scales]:
-        """What `quantise_tiles` takes: scales along rows and along columns, from the values themselves."""
-        if self.spec.rows == "block":
-            return "block", "block"
-        maxima = self.kernels[tile_maxima](x, tiles, index_R)
-        return self.scales_from_maxima(maxima, tiles, role)
+        if not self.is_watched:
+            return
+        rule = self.rules["input"]
+        make_copies = self.kernels[quantise_tiles]
+        copies = make_copies(x, tiles, rule, "block")
+        self.watch.note_rows("input", x, tiles, copies)
 
     def scales_from_maxima(self, maxima: TileMaxima, tiles: RowTiles, role: Role) -> WideScales:
-        wide_role: WideKind = "tensor" if role == "tokens" else "expert"
-        kind: WideKind = "row" if self.spec.rows == "row" else wide_role
-        return self.kernels[wide_scales](maxima, tiles, kind, self.rules[role])
+        """Current scales that are wider than a block, as `quantise_tiles` takes them."""
+        kind: WideKind = "expert"
+        if self.spec.rows == "row":
+            kind = "row"
+        elif role == "tokens":
+            kind = "tensor"
+        rule = self.rules[role]
+        find_scales = self.kernels[wide_scales]
+        return find_scales(maxima, tiles, kind, rule)
+
+
+def as_stack(w: Tensor) -> Tensor:
+    """A view of a matrix (N, D), or of matrices (E, N, D), with the dim of experts."""
+    matrix = w.shape[-2:]
+    return w.view(-1, *matrix)
 
 
 class TileProducts:
@@ -146,37 +190,52 @@ class TileProducts:
         self.weight_sums: Sums = weight_sums
         self.multiply_rows = kernels[fp8_product]
         self.multiply_columns = kernels[fp8_weight_product]
-        self.gemms = GroupedGemms(kernels[grouped_gemm], kernels[grouped_gemm_weight])
+        multiply = kernels[grouped_gemm]
+        multiply_for_weight = kernels[grouped_gemm_weight]
+        self.gemms = GroupedGemms(multiply, multiply_for_weight)
 
     def forward(self, x: TileOperand, w: QuantisedWeight, bias: Tensor | None) -> Tensor:
-        y_RN = self.product(x, w.forward)
+        w_END = w.forward
+        y_RN = self.product(x, w_END)
         if bias is None:
             return y_RN
-        return y_RN + bias.to(y_RN.dtype)
+        bias_N = bias.to(y_RN.dtype)
+        return y_RN + bias_N
 
     def data(self, dy: TileOperand, w: QuantisedWeight, into: Tensor | None) -> Tensor:
-        dx_RD = self.product(dy, w.transposed)
+        w_EDN = w.transposed
+        dx_RD = self.product(dy, w_EDN)
         if into is None:
             return dx_RD
         return into.add_(dx_RD)
 
     def product(self, a: TileOperand, b: Quantised) -> Tensor:
-        assert a.source is not None, "an operand of the weight gradient alone"
-        assert a.rows is not None, "an operand of the weight gradient alone"
-        return self.multiply_rows(a.rows, b, a.tiles, len(a.source), self.row_sums, a.source.dtype)
+        tiles, source, rows, _ = a
+        assert source is not None, "an operand of the weight gradient alone"
+        assert rows is not None, "an operand of the weight gradient alone"
+        count = len(source)
+        dtype = source.dtype
+        return self.multiply_rows(rows, b, tiles, count, self.row_sums, dtype)
 
     def weight(self, dy: TileOperand, x: TileOperand, weight: Tensor) -> Tensor | None:
-        if dy.columns is None or x.columns is None:
+        left = dy.columns
+        right = x.columns
+        if left is None or right is None:
             return self.plain_weight(dy, x, weight)
         gradient = memory_for_gradient(weight)
-        out_END = gradient.view(-1, *gradient.shape[-2:])
-        self.multiply_columns(dy.columns, x.columns, dy.tiles, self.weight_sums, out_END)
+        gradient_END = as_stack(gradient)
+        sums = self.weight_sums
+        self.multiply_columns(left, right, dy.tiles, sums, gradient_END)
         return gradient
 
     def plain_weight(self, dy: TileOperand, x: TileOperand, weight: Tensor) -> Tensor | None:
         """The weight gradient in the model's own precision."""
         assert dy.source is not None, "neither a copy along columns nor the source"
         assert x.source is not None, "neither a copy along columns nor the source"
-        is_dense = weight.dim() == 2
-        products = FUSED_DGRAD_PRODUCTS if is_dense else GroupedProducts(self.gemms, dy.tiles.ends_E)
-        return products.weight(Operand(dy.source), Operand(x.source), weight)
+        products: Products = FUSED_DGRAD_PRODUCTS
+        if weight.dim() == 3:
+            ends_E = dy.tiles.ends_E
+            products = GroupedProducts(self.gemms, ends_E)
+        left = Operand(dy.source)
+        right = Operand(x.source)
+        return products.weight(left, right, weight)

@@ -15,10 +15,13 @@ from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weig
 from moefold.kernels.linear.linear import GroupedGemms, grouped_linear, linear
 from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
 from moefold.layout.axes import World
-from moefold.layout.declare import Declaration, DeclaringModule, RowMeaning
+from moefold.layout.declare import Declaration, DeclaringModule, PartOfTensor, RowMeaning
 from moefold.layout.placement import REPLICATED, Placement
 
-MultiplyLayers = Callable[[Tensor, Sequence[WeightAndBias], Recipe], tuple[Tensor, ...]]
+RecipeTensors = dict[str, Tensor | PartOfTensor]  # by name: what outlives a step
+Layers = Sequence[WeightAndBias]
+Outputs = tuple[Tensor, ...]
+MultiplyLayers = Callable[[Tensor, Layers, Recipe], Outputs]
 
 
 class PlacedWeight(NamedTuple):
@@ -46,10 +49,14 @@ class Linear(DeclaringModule):
         rows: RowMeaning = "outputs",
     ):
         super().__init__(world)
-        self.weight = self.declare_parameter("weight", *outputs, inputs, std=std, placement=placement, rows=rows)
-        gives_summand = placement.sharded_dims == (len(outputs),)
-        adds_bias = not gives_summand or world.axis("tp").index == 0
-        self.bias_factor = 1.0 if adds_bias else 0.0
+        shape = (*outputs, inputs)
+        self.weight = self.declare_parameter("weight", *shape, std=std, placement=placement, rows=rows)
+        input_dim = len(outputs)
+        gives_summand = placement.sharded_dims == (input_dim,)
+        tp = world.axis("tp")
+        self.bias_factor = 1.0
+        if gives_summand and tp.index > 0:
+            self.bias_factor = 0.0
         self.bias = None
         if bias:
             bias_placement = REPLICATED if gives_summand else placement
@@ -59,15 +66,17 @@ class Linear(DeclaringModule):
 
     @property
     def placed_weight(self) -> PlacedWeight:
-        return PlacedWeight(self.declared["weight"], self.world)
+        declaration = self.declared["weight"]
+        return PlacedWeight(declaration, self.world)
 
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
+        bound = kernels.with_facts(recipe=recipe.name)
         self.recipe = recipe
-        self.multiply_layers = kernels.with_facts(recipe=recipe.name)[linear]
+        self.multiply_layers = bound[linear]
 
     def forward(self, x: Tensor) -> Tensor:
-        layer = self.weight_and_bias()
-        (y,) = self.multiply_layers(x, [layer], self.recipe)
+        layers = [self.weight_and_bias()]
+        (y,) = self.multiply_layers(x, layers, self.recipe)
         return self.unflatten_outputs(y)
 
     def weight_and_bias(self) -> WeightAndBias:
@@ -75,8 +84,8 @@ class Linear(DeclaringModule):
         weight = self.weight.flatten(0, -2)
         if self.bias is None:
             return weight, None
-        bias = self.bias.flatten() * self.bias_factor
-        return weight, bias
+        bias = self.bias.flatten()
+        return weight, bias * self.bias_factor
 
     def unflatten_outputs(self, y: Tensor) -> Tensor:
         outputs = self.weight.shape[:-1]
@@ -90,22 +99,29 @@ class LinearGroup(DeclaringModule):
     def __init__(self, world: World, *layers: Linear):
         super().__init__(world)
         self.layers = layers  # a tuple, so that torch does not register them here
-        self.borrowed = tuple(parameter for layer in layers for parameter in layer.parameters())
+        borrowed: list[nn.Parameter] = []
+        for layer in layers:
+            borrowed += layer.parameters()
+        self.borrowed = tuple(borrowed)
 
     @property
     def share_recipe(self) -> bool:
-        recipe = self.layers[0].recipe
-        return all(layer.recipe is recipe for layer in self.layers)
+        first, *others = self.layers
+        recipe = first.recipe
+        return all(layer.recipe is recipe for layer in others)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         layers = self.layers
-        recipe = layers[0].recipe
+        first = layers[0]
         if not self.share_recipe:
             return [layer(x) for layer in layers]  # each recipe has its own operand of the input
         weights_and_biases = [layer.weight_and_bias() for layer in layers]
-        multiply_layers = layers[0].multiply_layers
-        outputs = multiply_layers(x, weights_and_biases, recipe)
-        return [layer.unflatten_outputs(y) for layer, y in zip(layers, outputs, strict=True)]
+        flat_outputs = first.multiply_layers(x, weights_and_biases, first.recipe)
+        outputs: list[Tensor] = []
+        for layer, y in zip(layers, flat_outputs, strict=True):
+            output = layer.unflatten_outputs(y)
+            outputs.append(output)
+        return outputs
 
 
 @runtime_checkable
@@ -132,10 +148,21 @@ class GroupedLinear(nn.Module):
         bound = kernels.with_facts(recipe=recipe.name)
         self.recipe = recipe
         self.multiply_rows = bound[grouped_linear]
-        self.gemms = GroupedGemms(bound[grouped_gemm], bound[grouped_gemm_weight])
+        multiply = bound[grouped_gemm]
+        multiply_for_weight = bound[grouped_gemm_weight]
+        self.gemms = GroupedGemms(multiply, multiply_for_weight)
 
     def forward(self, x_RD: Tensor, weight: Tensor, ends_e: Tensor) -> Tensor:
         w_eND = weight.flatten(1, -2)
         y_RN = self.multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms, self.reads_tokens)
         outputs = weight.shape[1:-1]
         return y_RN.unflatten(-1, outputs)
+
+
+def rounds_by_token(module: nn.Module) -> bool:
+    """Whether a product inside rounds by random numbers that depend on the numbers of its rows' tokens."""
+    for part in module.modules():
+        is_product = isinstance(part, Linear | GroupedLinear)
+        if is_product and part.recipe.rounds_by_token:
+            return True
+    return False

@@ -29,17 +29,32 @@ class MicroMatrix(NamedTuple):
     encode: Tensor | None = None
 
 
-class MicroFormat(Protocol):
-    """`random`: numbers of 32 bits for stochastic rounding, one for each value; None rounds to nearest."""
+class MicroSource(NamedTuple):
+    """Rows (R, D) or transposed blocks of rows (B, D, K) to be quantised. `expert`: of each row or block. `random`:
+    numbers of 32 bits for stochastic rounding, one for each value; None rounds to nearest."""
 
+    values: Tensor
+    expert: Tensor
+    experts: int
+    random: Tensor | None
+
+    def largest_of_experts(self) -> Tensor:
+        """The largest magnitude of each expert, (E,)."""
+        every_dim = range(self.values.dim())
+        inner_dims = tuple(every_dim[1:])
+        amax = largest_magnitude(self.values, inner_dims)
+        return largest_by_expert(amax, self.expert, self.experts)
+
+
+class MicroFormat(Protocol):
     block: int
     rounds_stochastically: bool
 
-    def rows(self, x_RD: Tensor, expert_R: Tensor, experts: int, random: Tensor | None) -> MicroMatrix:
+    def rows(self, source: MicroSource) -> MicroMatrix:
         """Blocks along each row. `encode`: (R, 1)."""
         ...
 
-    def columns(self, x_BDK: Tensor, expert_B: Tensor, experts: int, random: Tensor | None) -> MicroMatrix:
+    def columns(self, source: MicroSource) -> MicroMatrix:
         """Blocks of rows, transposed. `encode`: (E, 1, 1)."""
         ...
 
@@ -60,20 +75,30 @@ class Mxfp8:
         self.rounding: ScaleRounding = options.scale_rounding
         self.has_squares = squares_in_use("mxfp8", options.weight_blocks)
 
-    def rows(self, x_RD: Tensor, expert_R: Tensor, experts: int, random: Tensor | None) -> MicroMatrix:
-        padded = pad_width(x_RD, self.block)
-        return MicroMatrix(*quantise_mxfp8(padded, self.rounding))
+    def rows(self, source: MicroSource) -> MicroMatrix:
+        padded = pad_width(source.values, self.block)
+        return self.quantise(padded)
 
-    def columns(self, x_BDK: Tensor, expert_B: Tensor, experts: int, random: Tensor | None) -> MicroMatrix:
-        return MicroMatrix(*quantise_mxfp8(x_BDK, self.rounding))
+    def columns(self, source: MicroSource) -> MicroMatrix:
+        return self.quantise(source.values)
 
     def weight(self, w: Tensor) -> MicroMatrix:
-        if self.has_squares:
-            return MicroMatrix(*quantise_mxfp8_squares(pad_both(w, self.block), self.rounding))
-        return MicroMatrix(*quantise_mxfp8(pad_width(w, self.block), self.rounding))
+        padded = pad_width(w, self.block)
+        if not self.has_squares:
+            return self.quantise(padded)
+        padded = pad_height(padded, self.block)
+        values, scales = quantise_mxfp8_squares(padded, self.rounding)
+        return MicroMatrix(values, scales)
+
+    def quantise(self, x: Tensor) -> MicroMatrix:
+        """Blocks along the last dim."""
+        values, scales = quantise_mxfp8(x, self.rounding)
+        return MicroMatrix(values, scales)
 
     def exact_values(self, matrix: MicroMatrix) -> Tensor:
-        return dequantise_mxfp8(Quantised(matrix.values, matrix.scales))
+        values, scales, _ = matrix
+        quantised = Quantised(values, scales)
+        return dequantise_mxfp8(quantised)
 
 
 class Nvfp4Format:
@@ -87,39 +112,57 @@ class Nvfp4Format:
         self.transforms = options.hadamard
         self.has_squares = squares_in_use("nvfp4", options.weight_blocks)
 
-    def rows(self, x_RD: Tensor, expert_R: Tensor, experts: int, random: Tensor | None) -> MicroMatrix:
-        amax_R = largest_magnitude(x_RD, 1)
-        amax_E = largest_by_expert(amax_R, expert_R, experts)
-        amax_R1 = pad(amax_E, (0, 1))[expert_R][:, None]
-        return MicroMatrix(*quantise_nvfp4(pad_width(x_RD, self.block), amax_R1, random))
+    def rows(self, source: MicroSource) -> MicroMatrix:
+        amax_E = source.largest_of_experts()
+        padded_amax_E = pad(amax_E, (0, 1))  # of rows without an expert: zero
+        amax_R = padded_amax_E[source.expert]
+        amax_R1 = amax_R[:, None]
+        padded_RD = pad_width(source.values, self.block)
+        quantised = quantise_nvfp4(padded_RD, amax_R1, source.random)
+        return MicroMatrix(*quantised)
 
-    def columns(self, x_BDK: Tensor, expert_B: Tensor, experts: int, random: Tensor | None) -> MicroMatrix:
+    def columns(self, source: MicroSource) -> MicroMatrix:
         if self.transforms:
-            x_BDK = random_hadamard(x_BDK)
-        amax_B = largest_magnitude(x_BDK, (1, 2))
-        amax_E = largest_by_expert(amax_B, expert_B, experts)
-        amax_B11 = amax_E[expert_B][:, None, None]
-        packed, scales, _ = quantise_nvfp4(x_BDK, amax_B11, random)
-        encode_E = encode_scale(amax_E)
-        return MicroMatrix(packed, scales, encode_E[:, None, None])
+            transformed = random_hadamard(source.values)
+            source = source._replace(values=transformed)
+        amax_E = source.largest_of_experts()
+        amax_E11 = amax_E[:, None, None]
+        amax_B11 = amax_E11[source.expert]
+        quantised = quantise_nvfp4(source.values, amax_B11, source.random)
+        packed, scales, _ = quantised
+        encode_E11 = encode_scale(amax_E11)
+        return MicroMatrix(packed, scales, encode_E11)
 
     def weight(self, w: Tensor) -> MicroMatrix:
+        padded = pad_width(w, self.block)
         if self.has_squares:
-            return MicroMatrix(*quantise_nvfp4_squares(pad_both(w, self.block)))
-        amax = largest_magnitude(w, (-2, -1))[..., None, None]
-        return MicroMatrix(*quantise_nvfp4(pad_width(w, self.block), amax))
+            padded = pad_height(padded, self.block)
+            quantised = quantise_nvfp4_squares(padded)
+        else:
+            amax = largest_magnitude(w, (-2, -1))
+            amax_11 = amax[..., None, None]
+            quantised = quantise_nvfp4(padded, amax_11)
+        return MicroMatrix(*quantised)
 
     def exact_values(self, matrix: MicroMatrix) -> Tensor:
-        assert matrix.encode is not None, "NVFP4 has an fp32 scale"
-        return unscaled_nvfp4(Nvfp4(matrix.values, matrix.scales, matrix.encode))
+        values, scales, encode = matrix
+        assert encode is not None, "NVFP4 has an fp32 scale"
+        quantised = Nvfp4(values, scales, encode)
+        return unscaled_nvfp4(quantised)
 
 
 def pad_width(x: Tensor, block: int) -> Tensor:
-    return pad(x, (0, -x.shape[-1] % block))
+    """Zeros behind each row, up to a multiple of a block."""
+    width = x.shape[-1]
+    missing = -width % block
+    return pad(x, (0, missing))
 
 
-def pad_both(w: Tensor, block: int) -> Tensor:
-    return pad(w, (0, -w.shape[-1] % block, 0, -w.shape[-2] % block))
+def pad_height(w: Tensor, block: int) -> Tensor:
+    """Rows of zeros behind the last, up to a multiple of a block."""
+    height = w.shape[-2]
+    missing = -height % block
+    return pad(w, (0, 0, 0, missing))
 
 
 MICRO_FORMATS = {"mxfp8": Mxfp8, "nvfp4": Nvfp4Format}

@@ -9,7 +9,6 @@ R rows, P padded rows in B blocks of K, D inputs, N outputs, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 from zlib import crc32
@@ -25,10 +24,9 @@ from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weig
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Products, ends_of_rows
 from moefold.kernels.quantise.row_blocks import RowBlocks, blocks_to_rows, expert_of_rows, row_blocks, rows_to_blocks
 from moefold.layout.counter_random import random_32
-from moefold.layout.declare import PartOfTensor
 from moefold.layout.weight_copies import cached_copy
-from moefold.precision.linear import PlacedWeight
-from moefold.precision.micro_formats import MICRO_FORMATS, MicroFormat, MicroMatrix, decode_factor
+from moefold.precision.linear import PlacedWeight, RecipeTensors
+from moefold.precision.micro_formats import MICRO_FORMATS, MicroFormat, MicroMatrix, MicroSource, decode_factor
 
 
 class MicroOperand(NamedTuple):
@@ -43,13 +41,19 @@ class MicroOperand(NamedTuple):
         return self._replace(rows=None)
 
 
+class WeightMatrix(NamedTuple):
+    """A matrix, or one for each expert, of so many rows and columns; the values may be padded."""
+
+    matrix: MicroMatrix
+    rows: int
+    columns: int
+
+
 class MicroWeight(NamedTuple):
     """Copies of a weight (N, D) or (E, N, D) along D, and of its transpose along N."""
 
-    forward: MicroMatrix
-    transposed: MicroMatrix
-    outputs: int
-    inputs: int
+    forward: WeightMatrix
+    transposed: WeightMatrix
 
 
 class RowDraws(NamedTuple):
@@ -70,54 +74,78 @@ class MicroscalingRecipe:
         self.spec = spec
         self.name = spec.name
         self.row_multiple = spec.row_multiple
-        self.format: MicroFormat = MICRO_FORMATS[spec.format](options)
         self.options = options
+        make_format = MICRO_FORMATS[spec.format]
+        self.format: MicroFormat = make_format(options)
         self.rounds_by_token = self.format.rounds_stochastically
-        self.stream = crc32(f"{options.rounding_seed} {name}".encode()) << 1
+        seed_and_name = f"{options.rounding_seed} {name}"
+        hashed = crc32(seed_and_name.encode())
+        self.stream = hashed << 1
         self.numbers = RowNumbering(weight)
-        self.products: Products | None = MicroProducts(self.format, kernels)
+        products = MicroProducts(self.format, kernels)
+        self.products: Products | None = products
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> MicroOperand:
-        return self.quantise(x, ends_of_rows(x, rows), None)
+        ends_E = ends_of_rows(x, rows)
+        return self.quantise(x, ends_E, None)
 
     def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> MicroOperand:
-        return self.quantise(dy, ends_of_rows(dy, rows), number_R)
+        ends_E = ends_of_rows(dy, rows)
+        return self.quantise(dy, ends_E, number_R)
 
     def weight(self, w: Tensor) -> MicroWeight:
-        return cached_copy(w, (self.name, self.options), self.quantise_matrices)
+        format = (self.name, self.options)
+        return cached_copy(w, format, self.quantise_matrices)
 
-    def state(self) -> Mapping[str, Tensor | PartOfTensor]:
+    def state(self) -> RecipeTensors:
         return {}
 
     def quantise_matrices(self, w: Tensor) -> MicroWeight:
         matrices = w.detach()
-        outputs, inputs = w.shape[-2:]
-        return MicroWeight(self.format.weight(matrices), self.format.weight(matrices.mT), outputs, inputs)
+        forward = self.quantise_matrix(matrices)
+        transposed = self.quantise_matrix(matrices.mT)
+        return MicroWeight(forward, transposed)
+
+    def quantise_matrix(self, w: Tensor) -> WeightMatrix:
+        *_, rows, columns = w.shape
+        matrix = self.format.weight(w)
+        return WeightMatrix(matrix, rows, columns)
 
     def quantise(self, x: Tensor, ends_E: Tensor, number_R: Tensor | None) -> MicroOperand:
         """Both copies of rows (R, D)."""
+        count = len(x)
         experts = len(ends_E)
         height = self.format.block
-        blocks = row_blocks(ends_E, len(x), height)
+        blocks = row_blocks(ends_E, count, height)
+        expert_R = blocks.expert_R
         draws = RowDraws()
         if number_R is not None:
-            row_number_R = self.numbers.of_rows(number_R, blocks.expert_R)
+            row_number_R = self.numbers.of_rows(number_R, expert_R)
             draws = self.draw(row_number_R, blocks)
-        rows = self.format.rows(x, blocks.expert_R, experts, draws.rows)
+        along_rows = MicroSource(x, expert_R, experts, draws.rows)
+        rows = self.format.rows(along_rows)
         x_BDK = rows_to_blocks(x, blocks, height)
-        columns = self.format.columns(x_BDK, blocks.expert_B, experts, draws.columns)
+        expert_B = blocks.expert_B
+        along_columns = MicroSource(x_BDK, expert_B, experts, draws.columns)
+        columns = self.format.columns(along_columns)
         return MicroOperand(ends_E, blocks.ends_E, rows, columns)
 
     def draw(self, number_R: Tensor, blocks: RowBlocks) -> RowDraws:
         """By row and output; by the block's first row, output and place in the block."""
-        height = self.format.block
-        column_N = self.numbers.column_N.to(number_R.device)
+        device = number_R.device
+        column_N = self.numbers.column_N.to(device)
         rows_RN = random_32(number_R, self.stream, column_N)
+        # Blocks of K rows
+        height = self.format.block
         first_B = first_of_blocks(number_R, blocks, height)
-        place = torch.arange(height, device=number_R.device)
-        column_NK = column_N[:, None] * height + place
-        columns = random_32(first_B, self.stream + 1, column_NK.flatten())
-        return RowDraws(rows_RN, columns.view(len(first_B), len(column_N), height))
+        place_K = torch.arange(height, device=device)
+        column_N1 = column_N[:, None]
+        column_NK = column_N1 * height + place_K
+        values = column_NK.flatten()
+        stream = self.stream + 1
+        columns = random_32(first_B, stream, values)
+        columns_BNK = columns.unflatten(1, column_NK.shape)
+        return RowDraws(rows_RN, columns_BNK)
 
 
 def first_of_blocks(number_R: Tensor, blocks: RowBlocks, height: int) -> Tensor:
@@ -139,13 +167,14 @@ class RowNumbering:
         self.experts = 1
         self.first_expert = 0
         if declaration.stacked:
-            self.experts = shape[0]
-            self.first_expert = part[0][0]
-            shape = shape[1:]
-            part = part[1:]
+            self.experts, *shape = shape
+            (self.first_expert, _), *part = part
         outputs = shape[:-1]
-        places = torch.arange(prod(outputs)).view(outputs)
-        for dim, (first, size) in enumerate(part[:-1]):
+        part_of_outputs = part[:-1]
+        count = prod(outputs)
+        flat_places = torch.arange(count)
+        places = flat_places.view(outputs)
+        for dim, (first, size) in enumerate(part_of_outputs):
             places = places.narrow(dim, first, size)
         self.column_N = places.flatten()
 
@@ -162,49 +191,75 @@ class MicroProducts:
         self.multiply_columns = kernels[grouped_gemm_weight]
 
     def forward(self, x: MicroOperand, w: MicroWeight, bias: Tensor | None) -> Tensor:
-        y_RN = self.product(x, w.forward, w.outputs, w.inputs)
+        y_RN = self.product(x, w.forward)
         if bias is None:
             return y_RN
-        return y_RN + bias.to(y_RN.dtype)
+        bias_N = bias.to(y_RN.dtype)
+        return y_RN + bias_N
 
     def data(self, dy: MicroOperand, w: MicroWeight, into: Tensor | None) -> Tensor:
-        dx_RD = self.product(dy, w.transposed, w.inputs, w.outputs)
+        dx_RD = self.product(dy, w.transposed)
         if into is None:
             return dx_RD
         return into.add_(dx_RD)
 
-    def product(self, a: MicroOperand, b: MicroMatrix, outputs: int, inputs: int) -> Tensor:
-        assert a.rows is not None, "an operand of the weight gradient alone"
-        a_RK = self.values(a.rows)[:, :inputs]
-        b_NK = self.values(b)[..., :outputs, :inputs]
-        of_rows = decode_factor(a.rows.encode, a_RK.device)
-        of_weight = decode_factor(b.encode, a_RK.device)
+    def product(self, a: MicroOperand, b: WeightMatrix) -> Tensor:
+        rows = a.rows
+        assert rows is not None, "an operand of the weight gradient alone"
+        padded_a = self.values(rows)
+        padded_b = self.values(b.matrix)
+        a_RK = padded_a[:, : b.columns]
+        b_NK = padded_b[..., : b.rows, : b.columns]
+        device = a_RK.device
+        of_rows = decode_factor(rows.encode, device)
+        of_weight = decode_factor(b.matrix.encode, device)
         if b_NK.dim() == 2:
             y_RN = a_RK @ b_NK.T
         else:
-            y_RN = self.multiply_rows(a_RK.contiguous(), b_NK.contiguous(), a.ends_E)
-            of_weight = self.by_row(of_weight, a.ends_E, len(a_RK))
+            left = a_RK.contiguous()
+            right = b_NK.contiguous()
+            y_RN = self.multiply_rows(left, right, a.ends_E)
+            count = len(a_RK)
+            expert_R = expert_of_rows(a.ends_E, count)
+            of_weight = factor_of_experts(of_weight, expert_R)
         return y_RN.float() * of_rows * of_weight
 
     def weight(self, dy: MicroOperand, x: MicroOperand, weight: Tensor) -> Tensor | None:
-        dy_PN = blocks_to_rows(self.values(dy.columns))
-        x_PD = blocks_to_rows(self.values(x.columns))
+        dy_PN = self.padded_rows(dy)
+        x_PD = self.padded_rows(x)
         if weight.dim() == 2:
-            dw = (dy_PN.T @ x_PD)[None]
+            product = dy_PN.T @ x_PD
+            dw_END = product[None]
         else:
-            dw = self.multiply_columns(dy_PN.contiguous(), x_PD.contiguous(), x.padded_ends_E)
-        of_dy = decode_factor(dy.columns.encode, dw.device)
-        of_x = decode_factor(x.columns.encode, dw.device)
-        scaled = dw.float() * of_dy * of_x
-        return scaled.view(weight.shape).to(weight.dtype)
+            left = dy_PN.contiguous()
+            right = x_PD.contiguous()
+            dw_END = self.multiply_columns(left, right, x.padded_ends_E)
+        device = dw_END.device
+        dy_encode = dy.columns.encode
+        x_encode = x.columns.encode
+        of_dy = decode_factor(dy_encode, device)
+        of_x = decode_factor(x_encode, device)
+        scaled_END = dw_END.float() * of_dy * of_x
+        scaled = scaled_END.view(weight.shape)
+        return scaled.to(weight.dtype)
+
+    def padded_rows(self, operand: MicroOperand) -> Tensor:
+        """Rows of the column copy."""
+        values_BDK = self.values(operand.columns)
+        return blocks_to_rows(values_BDK)
 
     def values(self, matrix: MicroMatrix) -> Tensor:
         values = self.format.exact_values(matrix)
-        return values.bfloat16() if values.is_cuda else values
+        if values.is_cuda:
+            return values.bfloat16()
+        return values
 
-    def by_row(self, factor: Tensor, ends_E: Tensor, rows: int) -> Tensor:
-        """The factor of each row's expert, (R, 1); 1 behind the last."""
-        if factor.dim() == 0:
-            return factor
-        padded = pad(factor.flatten(), (0, 1), value=1.0)
-        return padded[expert_of_rows(ends_E, rows)][:, None]
+
+def factor_of_experts(factor: Tensor, expert_R: Tensor) -> Tensor:
+    """The factor of each row's expert, (R, 1); 1 for a row without an expert, or where all have the same."""
+    if factor.dim() == 0:
+        return factor
+    factor_E = factor.flatten()
+    padded_E = pad(factor_E, (0, 1), value=1.0)
+    factor_R = padded_E[expert_R]
+    return factor_R[:, None]

@@ -12,6 +12,8 @@ H steps, E experts, e of them held here, C channels held here, P padded rows in 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -28,9 +30,9 @@ from moefold.kernels.quantise.wide_scales import (
 )
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import Declaration, PartOfTensor
-from moefold.layout.placement import Placement
+from moefold.layout.placement import DimCuts, Placement
 from moefold.layout.weight_copies import cached_copy
-from moefold.precision.linear import PlacedWeight
+from moefold.precision.linear import PlacedWeight, RecipeTensors
 
 ExpertScales = tuple[Tensor, Tensor]  # (e, 1) along rows; (e, C) or (e, 1) along columns
 
@@ -43,14 +45,17 @@ class MaximaWindow:
         self.declaration = declaration
         self.part = declaration.part(world)
         self.axis = axis
+        device = world.device
         sizes = [size for _, size in self.part]
-        self.last = torch.zeros(steps, *sizes, device=world.device)
-        self.now = torch.zeros(sizes, device=world.device)
+        self.last = torch.zeros(steps, *sizes, device=device)
+        self.now = torch.zeros(sizes, device=device)
 
     def state(self) -> PartOfTensor:
         steps = len(self.last)
         shape = (steps, *self.declaration.shape)
-        return PartOfTensor(self.last, shape, [(0, steps), *self.part])
+        all_steps = (0, steps)
+        box = [all_steps, *self.part]
+        return PartOfTensor(self.last, shape, box)
 
 
 class OperandHistory:
@@ -59,66 +64,110 @@ class OperandHistory:
 
     def __init__(self, weight: PlacedWeight, role: Role, options: PrecisionConfig, by_channel: bool):
         declaration, world = weight
-        is_stacked = declaration.stacked
-        experts = declaration.shape[0] if is_stacked else 1
-        first, held = declaration.part(world)[0] if is_stacked else (0, 1)
-        self.held = slice(first, first + held)
-        whole = Declaration((experts,), Placement(declaration.placement.grid), std=0.0)
-        self.experts = MaximaWindow(options.history, whole, world, world.dp_cp_tp)
+        steps = options.history
+        self.held = held_experts(weight)
+        whole = declaration_of_experts(declaration)
+        everyone = world.dp_cp_tp
+        self.experts = MaximaWindow(steps, whole, world, everyone)
+        self.windows = [self.experts]
         self.channels = None
         if by_channel:
             of_channels = declaration_of_channels(declaration, role)
             replicas = world.gradients_of(of_channels.placement)
-            self.channels = MaximaWindow(options.history, of_channels, world, replicas)
+            self.channels = MaximaWindow(steps, of_channels, world, replicas)
+            self.windows.append(self.channels)
         self.room = 2.0**options.margin
-        self.saturated = torch.zeros(1, dtype=torch.int64, device=world.device)
+        device = world.device
+        self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
         self.saturated_now = torch.zeros_like(self.saturated)
 
-    @property
-    def windows(self) -> list[MaximaWindow]:
-        return [self.experts] if self.channels is None else [self.experts, self.channels]
-
-    def state(self) -> dict[str, Tensor | PartOfTensor]:
-        kept: dict[str, Tensor | PartOfTensor] = {"maxima": self.experts.last, "saturated": self.saturated}
+    def state(self) -> RecipeTensors:
+        kept: RecipeTensors = {}
+        kept["maxima"] = self.experts.last
+        kept["saturated"] = self.saturated
         if self.channels is not None:
-            kept["channel_maxima"] = self.channels.state()
+            part = self.channels.state()
+            kept["channel_maxima"] = part
         return kept
 
     def record(self, maxima: TileMaxima, tiles: RowTiles) -> None:
         """Take note of largest magnitudes in the step under way. Noted twice, they change nothing."""
         most_eC = maxima_of_experts(maxima.columns_MD, tiles)
-        held_e = self.experts.now[self.held]
-        torch.maximum(held_e, most_eC.amax(1), out=held_e)
+        most_e = most_eC.amax(1)
+        now_e = self.experts.now[self.held]
+        torch.maximum(now_e, most_e, out=now_e)
         if self.channels is not None:
-            now_eC = self.channels.now.view_as(most_eC)
+            now = self.channels.now
+            now_eC = now.view_as(most_eC)
             torch.maximum(now_eC, most_eC, out=now_eC)
 
     def scales(self, tiles: RowTiles, rule: ScaleRule, width: int) -> WideScales:
         """What `quantise_tiles` takes, from the last steps alone."""
-        rows_e1, columns_eC = cached_copy(self.experts.last, rule, lambda _: self.expert_scales(rule))
+        make_scales = partial(self.expert_scales, rule)
+        last_HE = self.experts.last
+        rows_e1, columns_eC = cached_copy(last_HE, rule, make_scales)
         rows_M1 = scales_of_tiles(rows_e1, tiles)
+        rows_P = repeat_for_rows(rows_M1)
         columns_MC = scales_of_tiles(columns_eC, tiles)
-        return WideScales(repeat_for_rows(rows_M1), columns_MC.expand(-1, width).contiguous())
+        columns_MD = columns_MC.expand(-1, width)
+        return WideScales(rows_P, columns_MD.contiguous())
 
-    def expert_scales(self, rule: ScaleRule) -> ExpertScales:
-        """Made once a step, and kept until the history changes."""
-        most_E = self.experts.last.amax(0)
-        most_E = torch.where(most_E == 0, most_E.amax(), most_E)
+    def expert_scales(self, rule: ScaleRule, last_HE: Tensor) -> ExpertScales:
+        """Made once a step, and kept until the history of experts, `last_HE`, changes."""
+        seen_E = last_HE.amax(0)
+        most = seen_E.amax()
+        is_unseen_E = seen_E == 0
+        most_E = torch.where(is_unseen_E, most, seen_E)
         most_e1 = most_E[self.held, None]
-        rows_e1 = scale_from_amax(most_e1 * self.room, rule)
+        largest_e1 = most_e1 * self.room
+        rows_e1 = scale_from_amax(largest_e1, rule)
         if self.channels is None:
             return rows_e1, rows_e1
-        most_eC = self.channels.last.amax(0).view(len(most_e1), -1)
-        most_eC = torch.where(most_eC == 0, most_e1, most_eC)
-        return rows_e1, scale_from_amax(most_eC * self.room, rule)
+        experts = len(most_e1)
+        last = self.channels.last
+        seen_channels = last.amax(0)
+        seen_eC = seen_channels.view(experts, -1)
+        is_unseen_eC = seen_eC == 0
+        most_eC = torch.where(is_unseen_eC, most_e1, seen_eC)
+        largest_eC = most_eC * self.room
+        columns_eC = scale_from_amax(largest_eC, rule)
+        return rows_e1, columns_eC
+
+
+def held_experts(weight: PlacedWeight) -> slice:
+    """Those whose matrices lie on this rank."""
+    declaration, world = weight
+    if not declaration.stacked:
+        return slice(0, 1)
+    part = declaration.part(world)
+    first, held = part[0]
+    return slice(first, first + held)
+
+
+def declaration_of_experts(weight: Declaration) -> Declaration:
+    """All experts of a product, held by every rank."""
+    experts = 1
+    if weight.stacked:
+        experts = weight.shape[0]
+    uncut = Placement(weight.placement.grid)
+    return Declaration((experts,), uncut, std=0.0)
 
 
 def declaration_of_channels(weight: Declaration, role: Role) -> Declaration:
     """Experts and channels of a product's input, or of the gradient of its output: those dims of the weight."""
-    last = len(weight.shape) - 1
-    first = 1 if weight.stacked else 0
-    channels = [last] if role == "input" else list(range(first, last))
-    dims = [*range(first), *channels]
-    shape = tuple(weight.shape[dim] for dim in dims)
-    cut = tuple((dims.index(dim), axis) for dim, axis in weight.placement.cut if dim in dims)
-    return Declaration(shape, Placement(weight.placement.grid, cut), std=0.0)
+    every_dim = range(len(weight.shape))
+    first_output = 1 if weight.stacked else 0
+    experts = every_dim[:first_output]
+    outputs = every_dim[first_output:-1]
+    inputs = every_dim[-1:]
+    channels = inputs if role == "input" else outputs
+    dims = [*experts, *channels]
+    sizes = [weight.shape[dim] for dim in dims]
+    cut: DimCuts = ()
+    for dim, axis in weight.placement.cut:
+        if dim in dims:
+            new_dim = dims.index(dim)
+            cut = (*cut, (new_dim, axis))
+    grid = weight.placement.grid
+    placement = Placement(grid, cut)
+    return Declaration(tuple(sizes), placement, std=0.0)

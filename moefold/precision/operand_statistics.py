@@ -8,7 +8,7 @@ in the same order, add up their sums and take the largest of their extremes; not
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,11 @@ from moefold.layout.axes import World
 from moefold.observe.fp8_stats import OPERAND_KINDS
 from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import LinearGroup
-from moefold.precision.operand_watch import OperandWatch, SeenCopy
+from moefold.precision.operand_watch import IsRerun, OperandWatch, SeenCopy
 from moefold.precision.recipes import Product, bind_fused_kernels, named_products
+
+Watches = dict[str, OperandWatch]
+ProductGroups = dict[str, list[Product]]  # by name: products that read one input
 
 
 class StageOperands(NamedTuple):
@@ -37,17 +40,24 @@ class StageOperands(NamedTuple):
 class OperandStatistics:
     """Empty for a model without FP8 products."""
 
-    def __init__(self, model: nn.Module, world: World, every: int, is_rerun: Callable[[], bool]):
+    def __init__(self, model: nn.Module, world: World, every: int, is_rerun: IsRerun):
         self.world = world
         self.every = every
         self.watches = give_watches(model, is_rerun)
         self.records = False
 
+    def is_recorded(self, number: int) -> bool:
+        """Whether the step of this number is."""
+        if not self.watches:
+            return False
+        return number % self.every == 0
+
     def begin_step(self, number: int) -> None:
-        self.records = bool(self.watches) and number % self.every == 0
-        if self.records:
-            for watch in self.watches.values():
-                watch.begin()
+        self.records = self.is_recorded(number)
+        if not self.records:
+            return
+        for watch in self.watches.values():
+            watch.begin()
 
     @torch.no_grad()
     def end_step(self) -> StageOperands | None:
@@ -56,40 +66,56 @@ class OperandStatistics:
             return None
         seen: list[SeenCopy] = []
         places: list[int] = []
-        for number, watch in enumerate(self.watches.values()):
+        first_place = 0
+        for watch in self.watches.values():
             for each in watch.end():
+                kind = OPERAND_KINDS.index(each.kind)
                 seen.append(each)
-                places.append(number * len(OPERAND_KINDS) + OPERAND_KINDS.index(each.kind))
+                places.append(first_place + kind)
+            first_place += len(OPERAND_KINDS)
         sums_O5, extremes_O3 = self.figures_by_operand(seen, places)
         everyone = self.world.dp_cp_tp
-        sums_O5 = all_reduce_no_grad(sums_O5, everyone)
-        extremes_O3 = all_reduce_max_no_grad(extremes_O3, everyone)
-        return StageOperands(list(self.watches), ToHost(sums_O5), ToHost(extremes_O3))
+        all_sums_O5 = all_reduce_no_grad(sums_O5, everyone)
+        all_extremes_O3 = all_reduce_max_no_grad(extremes_O3, everyone)
+        products = list(self.watches)
+        sums = ToHost(all_sums_O5)
+        extremes = ToHost(all_extremes_O3)
+        return StageOperands(products, sums, extremes)
 
     def figures_by_operand(self, seen: Sequence[SeenCopy], places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of all copies of each operand."""
-        operands = len(self.watches) * len(OPERAND_KINDS)
+        products = len(self.watches)
+        operands = products * len(OPERAND_KINDS)
         device = self.world.device
         sums_O5 = torch.zeros(operands, 5, dtype=torch.float64, device=device)
-        extremes_O3 = torch.full((operands, 3), -torch.inf, dtype=torch.float64, device=device)
+        extremes_O3 = sums_O5.new_full((operands, 3), -torch.inf)
         if not seen:
             return sums_O5, extremes_O3
-        sums_S4 = torch.stack([each.figures.sums_4 for each in seen])
-        saturated_S1 = torch.stack([each.saturated for each in seen])
-        sums_S5 = torch.cat((sums_S4, saturated_S1.double()), 1)
-        extremes_S3 = torch.stack([each.figures.extremes_3 for each in seen])
         place_S = integers_on_device(places, device)
+        sums = [sums_of_copy(each) for each in seen]
+        sums_S5 = torch.stack(sums)
         sums_O5.index_add_(0, place_S, sums_S5)
-        place_S3 = place_S[:, None].expand_as(extremes_S3)
+        extremes = [each.figures.extremes_3 for each in seen]
+        extremes_S3 = torch.stack(extremes)
+        place_S1 = place_S[:, None]
+        place_S3 = place_S1.expand_as(extremes_S3)
         extremes_O3.scatter_reduce_(0, place_S3, extremes_S3, "amax")
         return sums_O5, extremes_O3
 
 
-def give_watches(model: nn.Module, is_rerun: Callable[[], bool]) -> dict[str, OperandWatch]:
+def sums_of_copy(seen: SeenCopy) -> Tensor:
+    """The five sums of one copy, as `StageOperands` has them."""
+    saturated_1 = seen.saturated.double()
+    return torch.cat((seen.figures.sums_4, saturated_1))
+
+
+def give_watches(model: nn.Module, is_rerun: IsRerun) -> Watches:
     """A watch for every FP8 product, by name: its recipe becomes a copy with that watch."""
-    watches: dict[str, OperandWatch] = {}
-    for name, products in products_by_input(model).items():
-        recipe = copy.copy(products[0].recipe)
+    watches: Watches = {}
+    by_input = products_by_input(model)
+    for name, products in by_input.items():
+        first = products[0]
+        recipe = copy.copy(first.recipe)
         assert isinstance(recipe, Fp8Recipe)
         recipe.watch = OperandWatch(recipe.kernels, is_rerun)
         for product in products:
@@ -100,18 +126,30 @@ def give_watches(model: nn.Module, is_rerun: Callable[[], bool]) -> dict[str, Op
     return watches
 
 
-def products_by_input(model: nn.Module) -> dict[str, list[Product]]:
+def products_by_input(model: nn.Module) -> ProductGroups:
     """FP8 products by name; those that are multiplied together are one: `blocks.0.attention.query, key, value`."""
     groups: dict[nn.Module, tuple[Product, ...]] = {}
     for module in model.modules():
         if isinstance(module, LinearGroup) and module.share_recipe:
-            groups |= dict.fromkeys(module.layers, module.layers)
-    found: dict[str, list[Product]] = {}
-    names = {product: name for name, product in named_products(model).items()}
-    for product, name in names.items():
-        if isinstance(product.recipe, Fp8Recipe):
-            together = groups.get(product, (product,))
-            if product is together[0]:
-                others = [names[other].rpartition(".")[2] for other in together[1:]]
-                found[", ".join([name, *others])] = list(together)
+            layers = module.layers
+            groups |= dict.fromkeys(layers, layers)
+    found: ProductGroups = {}
+    products = named_products(model)
+    names = {product: name for name, product in products.items()}
+    for product in names:
+        if not isinstance(product.recipe, Fp8Recipe):
+            continue
+        together = groups.get(product, (product,))
+        if product is together[0]:
+            names_together = [names[each] for each in together]
+            joined = joined_name(names_together)
+            found[joined] = list(together)
     return found
+
+
+def joined_name(names: list[str]) -> str:
+    """The name of the first, and of the others their last parts."""
+    first, *others = names
+    last_parts = [other.split(".")[-1] for other in others]
+    parts = [first, *last_parts]
+    return ", ".join(parts)

@@ -30,6 +30,8 @@ from moefold.layout.gradient_sink import underlying_parameter
 from moefold.layout.weight_copies import keeps_values
 from moefold.observe.fp8_stats import OperandKind
 
+IsRerun = Callable[[], bool]
+
 
 class SeenCopy(NamedTuple):
     """Figures of one copy. `saturated`, (1,), counts both copies of an operand and is given with the first."""
@@ -47,7 +49,7 @@ class OperandWatch:
     """The watch of one product, or of several that read one input. `is_rerun` tells whether a forward repeats one that
     was counted; `seen` is None outside recorded steps."""
 
-    def __init__(self, kernels: BoundKernels, is_rerun: Callable[[], bool] = never):
+    def __init__(self, kernels: BoundKernels, is_rerun: IsRerun = never):
         self.kernels = kernels
         self.is_rerun = is_rerun
         self.seen: list[SeenCopy] | None = None
@@ -72,8 +74,10 @@ class OperandWatch:
         saturated: Tensor | None = None,
     ) -> None:
         """Copies of an input or a gradient that a product reads."""
+        if self.seen is None:
+            return
         in_forward = role != "gradient" and copies.rows is not None  # columns alone are made in backward
-        if self.seen is None or (in_forward and self.is_rerun()):
+        if in_forward and self.is_rerun():
             return
         self.note_rows(role, x, tiles, copies, index_R, saturated)
 
@@ -94,11 +98,13 @@ class OperandWatch:
 
     def see_weight(self, w: Tensor, copies: QuantisedWeight) -> None:
         """Once a step, whatever the number of microbatches."""
+        if self.seen is None or not keeps_values(w):
+            return
         parameter = id(underlying_parameter(w))
-        if self.seen is None or parameter in self.weights or not keeps_values(w):
+        if parameter in self.weights:
             return
         self.weights.add(parameter)
-        w_ND = w.detach().reshape(-1, w.shape[-1])
+        w_ND = w.detach().flatten(0, -2)
         index_N = torch.arange(len(w_ND), device=w.device)
         for copy in matrices_of_weight(copies):
             self.note("weight", w_ND, index_N, copy)
@@ -112,10 +118,12 @@ class OperandWatch:
         saturated: Tensor | None = None,
     ) -> None:
         assert self.seen is not None, "no step is recorded"
-        figures = self.kernels[rounding_figures](source_ND, index_P, copy)
+        find_figures = self.kernels[rounding_figures]
+        figures = find_figures(source_ND, index_P, copy)
         if saturated is None:
             saturated = torch.zeros(1, dtype=torch.int64, device=source_ND.device)
-        self.seen.append(SeenCopy(kind, figures, saturated))
+        seen = SeenCopy(kind, figures, saturated)
+        self.seen.append(seen)
 
 
 def matrices_of_copies(copies: QuantisedTiles) -> Iterator[CopyMatrices]:

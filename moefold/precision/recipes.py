@@ -29,6 +29,8 @@ from moefold.precision.linear import FusesProducts, GroupedLinear, Linear, Place
 from moefold.precision.microscaling import MicroscalingRecipe
 
 Product = Linear | GroupedLinear
+NamedProducts = dict[str, Product]
+WeightFormats = dict[str, WeightFormat]  # by the name of a parameter
 RecipeOfProduct = Callable[[str, Product], Recipe]  # of a product and its name
 RecipeMaker = Callable[[BoundKernels, PrecisionConfig], RecipeOfProduct]
 DEFAULT_OPTIONS = PrecisionConfig()
@@ -37,11 +39,23 @@ DEFAULT_OPTIONS = PrecisionConfig()
 def make_recipe(spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig) -> RecipeOfProduct:
     """The recipe that the table describes: one object for all products, or one for each where scales are delayed or
     rounding depends on the product."""
+
+    def microscaling_recipe(name: str, product: Product) -> Recipe:
+        weight = placed_weight(product)
+        return MicroscalingRecipe(spec, options, kernels, name, weight)
+
+    def delayed_recipe(_name: str, product: Product) -> Recipe:
+        weight = placed_weight(product)
+        reads_tokens = isinstance(product, GroupedLinear) and product.reads_tokens
+        return DelayedFp8Recipe(spec, options, kernels, weight, reads_tokens)
+
     if spec.is_emulated:
-        return partial(make_microscaling_recipe, spec, kernels, options)
+        return microscaling_recipe
     if options.scaling == "delayed" and spec.scales_in_epilogue:
-        return partial(make_delayed_recipe, spec, kernels, options)
-    recipe = Fp8Recipe(spec, options, kernels) if spec.quantises else PLAIN
+        return delayed_recipe
+    recipe: Recipe = PLAIN
+    if spec.quantises:
+        recipe = Fp8Recipe(spec, options, kernels)
 
     def shared_recipe(_name: str, _product: Product) -> Recipe:
         return recipe
@@ -49,24 +63,10 @@ def make_recipe(spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfi
     return shared_recipe
 
 
-def make_microscaling_recipe(
-    spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig, name: str, product: Product
-) -> Recipe:
-    return MicroscalingRecipe(spec, options, kernels, name, placed_weight(product))
-
-
 def placed_weight(product: Product) -> PlacedWeight:
     weight = product.placed_weight
     assert weight is not None, "the weight's placement tells which experts and outputs a rank holds"
     return weight
-
-
-def make_delayed_recipe(
-    spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig, _name: str, product: Product
-) -> Recipe:
-    weight = placed_weight(product)
-    reads_tokens = isinstance(product, GroupedLinear) and product.reads_tokens
-    return DelayedFp8Recipe(spec, options, kernels, weight, reads_tokens)
 
 
 RECIPES: dict[str, RecipeMaker] = {name: partial(make_recipe, spec) for name, spec in RECIPE_SPECS.items()}
@@ -82,16 +82,22 @@ def attach_recipes(
     """Give every product its recipe and the kernels for it. Of several patterns that match a product the last counts; a
     product that none matches is plain. `held_elsewhere`: names of products on other pipeline ranks."""
     products = named_products(model)
-    names = sorted({*products, *held_elsewhere})
+    everywhere = {*products, *held_elsewhere}
+    names = sorted(everywhere)
     recipe_of = dict.fromkeys(names, "plain")
     for pattern, recipe in patterns.items():
         one_of("precision recipe", recipe, RECIPES)
         matched = products_matching(pattern, names)
         recipe_of |= dict.fromkeys(matched, recipe)
-    used = {recipe: RECIPES[recipe](kernels, options) for recipe in set(recipe_of.values())}
+    made: dict[str, RecipeOfProduct] = {}
+    used = set(recipe_of.values())
+    for recipe in used:
+        make = RECIPES[recipe]
+        made[recipe] = make(kernels, options)
     for name, product in products.items():
-        recipe_for = used[recipe_of[name]]
-        product.use_recipe(recipe_for(name, product), kernels)
+        recipe_name = recipe_of[name]
+        recipe = made[recipe_name](name, product)
+        product.use_recipe(recipe, kernels)
     bind_fused_kernels(model)
 
 
@@ -109,28 +115,29 @@ def products_matching(pattern: str, names: list[str]) -> list[str]:
     raise UserError(f'no product of the model matches "{pattern}"{near}; * stands for any part of a name')
 
 
-def named_products(model: nn.Module) -> dict[str, Product]:
+def named_products(model: nn.Module) -> NamedProducts:
     """Every linear layer and grouped product by its path in the model."""
-    products: dict[str, Product] = {}
+    products: NamedProducts = {}
     for name, module in model.named_modules():
         if isinstance(module, Product):
             products[name] = module
     return products
 
 
-def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
+def weight_formats(model: nn.Module) -> WeightFormats:
     """The FP8 format of every weight that a product reads in FP8, by the name of the parameter."""
     format_of: dict[int, WeightFormat] = {}  # by the identity of a weight's declaration
-    for product in named_products(model).values():
+    products = named_products(model)
+    for product in products.values():
         if isinstance(product.recipe, Fp8Recipe):
-            weight = product.placed_weight
-            assert weight is not None, "a product of a model declares its weight"
-            format_of[id(weight.declaration)] = product.recipe.weight_format
-    formats: dict[str, WeightFormat] = {}
+            weight = placed_weight(product)
+            identity = id(weight.declaration)
+            format_of[identity] = product.recipe.weight_format
+    formats: WeightFormats = {}
     for parameter in declared_parameters(model):
-        format = format_of.get(id(parameter.declaration))
-        if format is not None:
-            formats[parameter.name] = format
+        identity = id(parameter.declaration)
+        if identity in format_of:
+            formats[parameter.name] = format_of[identity]
     return formats
 
 
@@ -142,6 +149,8 @@ class RecipeState:
 
     def named_state(self) -> Iterator[tuple[str, Tensor | PartOfTensor]]:
         """By product and kind: `blocks.0.attention.out.input_maximum`."""
-        for name, product in named_products(self.model).items():
-            for kind, tensor in product.recipe.state().items():
+        products = named_products(self.model)
+        for name, product in products.items():
+            state = product.recipe.state()
+            for kind, tensor in state.items():
                 yield f"{name}.{kind}", tensor

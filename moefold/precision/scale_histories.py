@@ -7,76 +7,149 @@ sums the counts of saturated values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moefold.comm.collectives import all_reduce_max_no_grad, all_reduce_no_grad
+from moefold.comm.host_copies import integers_on_device
 from moefold.layout.axes import Axis, World
+from moefold.layout.weight_copies import count_change
 from moefold.precision.delayed import DelayedFp8Recipe
 from moefold.precision.operand_history import MaximaWindow, OperandHistory
 from moefold.precision.recipes import named_products
 
-RecordedWindow = tuple[DelayedFp8Recipe, MaximaWindow]
+Tensors = Sequence[Tensor]
 
 
 class ScaleHistories:
-    """Empty for a model without delayed scales. What the step under way has seen lies in one tensor for each axis, of
-    which windows have views."""
+    """Empty for a model without delayed scales. `places`: of each recipe, the place in its histories of the step under
+    way, on the device. `agreed`: the windows of all histories, by the axis whose ranks agree on them."""
 
     def __init__(self, model: nn.Module, world: World):
         self.everyone = world.dp_cp_tp
-        self.recipes: list[DelayedFp8Recipe] = []
+        self.recipes = delayed_recipes(model)
         self.histories: list[OperandHistory] = []
-        self.windows: dict[Axis, list[RecordedWindow]] = {}
-        for product in named_products(model).values():
-            if isinstance(product.recipe, DelayedFp8Recipe):
-                self.add_recipe(product.recipe)
-        self.seen = {axis: joined_memory(windows) for axis, windows in self.windows.items()}
+        self.agreed: dict[Axis, AgreedWindows] = {}
+        count = len(self.recipes)
+        self.places = torch.zeros(count, dtype=torch.int64, device=world.device)
+        for number, recipe in enumerate(self.recipes):
+            end = number + 1
+            place = self.places[number:end]
+            for history in recipe.histories.values():
+                self.add_history(history, place)
+        for windows in self.agreed.values():
+            windows.join_memory()
 
-    def add_recipe(self, recipe: DelayedFp8Recipe) -> None:
-        self.recipes.append(recipe)
-        for history in recipe.histories.values():
-            self.histories.append(history)
-            for window in history.windows:
-                self.windows.setdefault(window.axis, []).append((recipe, window))
+    def add_history(self, history: OperandHistory, place: Tensor) -> None:
+        self.histories.append(history)
+        for window in history.windows:
+            axis = window.axis
+            if axis not in self.agreed:
+                self.agreed[axis] = AgreedWindows(axis)
+            agreed = self.agreed[axis]
+            recorded = RecordedWindow(window, place)
+            agreed.windows.append(recorded)
+
+    def write_places(self) -> None:
+        """Write the places of the next step to the device; they may differ where a recipe is new in a resumed run."""
+        if not self.recipes:
+            return
+        places = [recipe.next_place for recipe in self.recipes]
+        device = self.places.device
+        on_device = integers_on_device(places, device)
+        self.places.copy_(on_device, non_blocking=True)
 
     @torch.no_grad()
     def begin_step(self) -> None:
         """Forget what passes since the last step have seen: validation, or a survey of the routing."""
-        for seen in self.seen.values():
-            seen.zero_()
+        for windows in self.agreed.values():
+            windows.seen.zero_()
         for history in self.histories:
             history.saturated_now.zero_()
 
     @torch.no_grad()
-    def end_step(self, sound: Tensor) -> None:
-        """Record the step in the histories, unless it was not `sound`."""
+    def record_step(self, sound: Tensor) -> None:
+        """Record the step in the histories, in the places that were written for it, unless it was not `sound`."""
         if not self.recipes:
             return
-        for axis, windows in self.windows.items():
-            agreed = agree_on_maxima(self.seen[axis], axis)
-            write_to_histories(windows, agreed, sound)
+        for windows in self.agreed.values():
+            windows.record(sound)
         self.add_saturated()
+
+    def note_recorded(self) -> None:
+        """Count a step whose maxima the device has written, or will have."""
         for recipe in self.recipes:
             recipe.note_recorded()
+        self.forget_scales()
+
+    def forget_scales(self) -> None:
+        """Let scales be made anew from the histories when they are next asked for."""
+        for history in self.histories:
+            changed = [window.last for window in history.windows]
+            count_change(changed)
 
     def add_saturated(self) -> None:
-        counts = torch.cat([history.saturated_now for history in self.histories])
-        counts = all_reduce_no_grad(counts, self.everyone)
+        counts_here = [history.saturated_now for history in self.histories]
+        joined = torch.cat(counts_here)
+        counts = all_reduce_no_grad(joined, self.everyone)
         for history, count in zip(self.histories, counts, strict=True):
             history.saturated += count
 
 
-def joined_memory(windows: Sequence[RecordedWindow]) -> Tensor:
-    """One flat tensor for what all windows see of the step under way."""
-    parts = [window.now for _, window in windows]
-    flat = flattened(parts)
-    sizes = [part.numel() for part in parts]
-    for (_, window), part in zip(windows, flat.split(sizes), strict=True):
-        window.now = part.view_as(window.now)
-    return flat
+def delayed_recipes(model: nn.Module) -> list[DelayedFp8Recipe]:
+    recipes: list[DelayedFp8Recipe] = []
+    products = named_products(model)
+    for product in products.values():
+        recipe = product.recipe
+        if isinstance(recipe, DelayedFp8Recipe):
+            recipes.append(recipe)
+    return recipes
+
+
+class RecordedWindow(NamedTuple):
+    """A window of a recipe, and the place in it of the step under way: (1,), on the device."""
+
+    window: MaximaWindow
+    place: Tensor
+
+    def oldest_step(self) -> Tensor:
+        """What the place of the step under way holds, (1, ...)."""
+        last = self.window.last
+        return last.index_select(0, self.place)
+
+    def write(self, one_step: Tensor) -> None:
+        last = self.window.last
+        last.index_copy_(0, self.place, one_step)
+
+
+class AgreedWindows:
+    """The windows on which the ranks of one axis agree. What the step under way has seen lies in one flat tensor, of
+    which windows have views."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.windows: list[RecordedWindow] = []
+        self.seen = torch.empty(0)
+
+    def join_memory(self) -> None:
+        parts = [recorded.window.now for recorded in self.windows]
+        self.seen = flattened(parts)
+        views = split_as(self.seen, parts)
+        for recorded, view in zip(self.windows, views, strict=True):
+            recorded.window.now = view
+
+    def record(self, sound: Tensor) -> None:
+        """Write what all ranks have seen in the place of the oldest step, unless the step was not `sound`."""
+        agreed = agree_on_maxima(self.seen, self.axis)
+        oldest = [recorded.oldest_step() for recorded in self.windows]
+        flat_oldest = flattened(oldest)
+        written = torch.where(sound, agreed, flat_oldest)
+        parts = split_as(written, oldest)
+        for recorded, one_step in zip(self.windows, parts, strict=True):
+            recorded.write(one_step)
 
 
 def agree_on_maxima(seen: Tensor, axis: Axis) -> Tensor:
@@ -86,14 +159,14 @@ def agree_on_maxima(seen: Tensor, axis: Axis) -> Tensor:
     return all_reduce_max_no_grad(numbers, axis)
 
 
-def write_to_histories(windows: Sequence[RecordedWindow], agreed: Tensor, sound: Tensor) -> None:
-    """In the place of the oldest step."""
-    oldest = [window.last[recipe.next_place] for recipe, window in windows]
-    written = torch.where(sound, agreed, flattened(oldest))
-    sizes = [place.numel() for place in oldest]
-    for place, values in zip(oldest, written.split(sizes), strict=True):
-        place.copy_(values.view_as(place))
+def flattened(tensors: Tensors) -> Tensor:
+    flat = [tensor.flatten() for tensor in tensors]
+    return torch.cat(flat)
 
 
-def flattened(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
+def split_as(flat: Tensor, tensors: Tensors) -> Iterator[Tensor]:
+    """Views of a flat tensor, of the shapes that were flattened."""
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = flat.split(sizes)
+    for part, tensor in zip(parts, tensors, strict=True):
+        yield part.view_as(tensor)

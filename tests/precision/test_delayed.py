@@ -79,6 +79,12 @@ def assert_same_bits(a: TileOperand, b: TileOperand) -> None:
         assert torch.equal(mine.scales, right.scales)
 
 
+def end_step(histories: ScaleHistories, sound: Tensor) -> None:
+    histories.write_places()
+    histories.record_step(sound)
+    histories.note_recorded()
+
+
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("role", ["input", "gradient"])
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +107,7 @@ def test_scales_of_a_dense_layer_come_from_the_largest_values_of_the_last_steps(
             assert torch.equal(rows, (most_C.max() / 448).expand_as(rows))
             assert torch.equal(columns, expected.expand_as(columns))
         seen.append(torch.cat(parts).abs().amax(0))
-        histories.end_step(SOUND)
+        end_step(histories, SOUND)
 
 
 def grouped_rows(counts: list[int], seed: int) -> tuple[Tensor, ExpertRows]:
@@ -121,7 +127,7 @@ def test_experts_and_their_channels_have_histories_of_their_own(name: str):
     x[130:] *= 16
     x[:, 5] = 0
     recipe.input(x, rows)
-    histories.end_step(SOUND)
+    end_step(histories, SOUND)
     y, rows = grouped_rows([5, 5, 5], seed=4)
     operand = recipe.input(y, rows)
     by_row, by_column = scales(operand)
@@ -144,7 +150,7 @@ def test_tokens_keep_current_scales(name: str):
     recipe = delayed_recipe(layers.up)
     x, rows = grouped_rows([130, 0, 7], seed=3)
     recipe.input(x, rows._replace(are_tokens=True))
-    histories.end_step(SOUND)
+    end_step(histories, SOUND)
     y, rows = grouped_rows([5, 5, 5], seed=4)
     tokens = rows._replace(are_tokens=True)
     assert_same_bits(recipe.input(y, tokens), current_recipe(name).input(y, tokens))
@@ -157,12 +163,12 @@ def test_values_beyond_the_range_are_counted_and_clamped(name: str):
     recipe = delayed_recipe(layers.dense)
     recipe.input(torch.full((40, INPUTS), 2.0), None)
     recipe.gradient(torch.ones(40, OUTPUTS), None)
-    histories.end_step(SOUND)
+    end_step(histories, SOUND)
     histories.begin_step()
     x = torch.full((40, INPUTS), -2.0)
     x[3, 4], x[5, 6], x[7, 8] = 3.0, -50.0, 2.05  # the last is nearest to the largest number
     operand = recipe.input(x, None)
-    histories.end_step(SOUND)
+    end_step(histories, SOUND)
     assert operand.rows is not None
     assert operand.rows.values[5, 6].float() == -448
     state = recipe.state()
@@ -175,15 +181,15 @@ def test_passes_between_steps_and_steps_that_are_not_finite_leave_no_trace():
     recipe = delayed_recipe(layers.dense)
     x, large = numbers(9, INPUTS, seed=1), numbers(9, INPUTS, seed=2) * 100
     recipe.input(x, None)
-    histories.end_step(SOUND)
+    end_step(histories, SOUND)
     before = recipe.input(x, None)
     recipe.input(large, None)  # validation
     histories.begin_step()
     recipe.input(x, None)
-    histories.end_step(SOUND)
+    end_step(histories, SOUND)
     assert_same_bits(recipe.input(x, None), before)
     recipe.input(large, None)
-    histories.end_step(torch.tensor(False))
+    end_step(histories, torch.tensor(False))
     assert_same_bits(recipe.input(x, None), before)
 
 
@@ -194,7 +200,7 @@ def test_a_value_that_is_not_finite_shows_in_the_next_step(value: float):
     x = numbers(9, INPUTS, seed=1)
     x[0, 0] = value
     recipe.input(x, None)
-    histories.end_step(SOUND)
+    end_step(histories, SOUND)
     by_row, by_column = scales(recipe.input(numbers(9, INPUTS, seed=1), None))
     assert by_row.isnan().all()
     assert by_column.isnan().all()

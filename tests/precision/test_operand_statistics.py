@@ -22,6 +22,7 @@ from moefold.precision.operand_statistics import OperandStatistics
 from moefold.precision.recipes import attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
 from moefold.train.operand_log import read_operands
+from tests.precision.test_delayed import end_step
 
 KERNELS = BoundKernels(Facts("cpu", "fp32", hidden=32, ffn=32))
 WORLD = single_rank_world()
@@ -153,14 +154,14 @@ def test_saturated_values_are_those_that_the_histories_count():
     rows = ExpertRows(torch.tensor([10, ROWS]).int())
     model.statistics.begin_step(3)
     recipe.input(torch.ones(ROWS, WIDTH), rows)
-    model.histories.end_step(torch.tensor(True))
+    end_step(model.histories, torch.tensor(True))
     assert model.recorded()["blocks.0.down"].activation.saturated == 0
     model.histories.begin_step()
     model.statistics.begin_step(6)
     x = torch.ones(ROWS, WIDTH)
     x[0, 0], x[20, 3] = 2.0, -30.0
     recipe.input(x, rows)
-    model.histories.end_step(torch.tensor(True))
+    end_step(model.histories, torch.tensor(True))
     found = model.recorded()["blocks.0.down"].activation
     assert found.saturated == 4
     assert torch.equal(recipe.state()["input_saturated"], torch.tensor([4]))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,144 @@
+"""FP8 dispatch: any dispatcher that can send rows, with tokens or gradients sent as FP8 payloads.
+
+    dispatch, forward    tokens are quantised once, before they are sent, and experts read the dequantised rows
+    combine, backward    the gradient of combine's output in the same way, in a format of its own
+    combine, forward     sums in the model's dtype, as the dispatcher sends them
+    dispatch, backward   the same
+
+A block of 128 values of a row has a scale (kernels/quantise/fp8_payload.py). What experts quantise again, along rows
+or along columns, are the dequantised rows: along rows with the same scales they get the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from moefold.config.run import PrecisionConfig
+from moefold.dispatch.base import Dispatcher, Receipt, Routing, Rows
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.quantise.fp8 import E4M3, E5M2, ScaleRule
+from moefold.kernels.quantise.fp8_payload import (
+    dequantised_rows,
+    pack_rows,
+    quantise_row_blocks,
+    row_payload_bytes,
+    unpack_rows,
+)
+from moefold.kernels.routing.expert_rows import sum_rows
+
+GRADIENT_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+@runtime_checkable
+class SendsRows(Protocol):
+    """A dispatcher whose exchanges carry rows of any dtype and width, each the transpose of the other."""
+
+    def plan(self, routing: Routing) -> Receipt: ...
+
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows: ...
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor: ...
+
+    def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
+        """Rows of tokens to the ranks of their experts: x_ND."""
+        ...
+
+    def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
+        """Rows of arrived tokens back to the ranks of the tokens, summed for each token: y_TD."""
+        ...
+
+
+class Fp8Dispatcher:
+    """`tokens`, `gradients`: rules of what is quantised; None: that direction is sent as it is. `width`: of a row."""
+
+    def __init__(
+        self,
+        inner: SendsRows,
+        kernels: BoundKernels,
+        width: int,
+        tokens: ScaleRule | None,
+        gradients: ScaleRule | None,
+    ):
+        self.inner = inner
+        self.token_bytes = row_payload_bytes(width) if tokens else 0
+        self.sum_rows = kernels[sum_rows]
+        self.tokens = tokens
+        self.gradients = gradients
+
+    def plan(self, routing: Routing) -> Receipt:
+        receipt = self.inner.plan(routing)
+        return receipt._replace(token_bytes=self.token_bytes)
+
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
+        if self.tokens is None:
+            return self.inner.dispatch(h_TD, receipt)
+        source_ND = SendTokens.apply(h_TD, self.inner, receipt, self.tokens)
+        return Rows(source_ND, receipt.order)  # pyright: ignore[reportArgumentType]
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        if self.gradients is None:
+            return self.inner.combine(y_RD, receipt)
+        order = receipt.order
+        y_ND = self.sum_rows(y_RD, order.index_R, order.slots_NK, order.holes)
+        return GiveBackSums.apply(y_ND, self.inner, receipt, self.gradients)  # pyright: ignore[reportReturnType]
+
+
+def send_quantised(x_TD: Tensor, inner: SendsRows, receipt: Receipt, rule: ScaleRule) -> Tensor:
+    """The rows that arrive, dequantised."""
+    width = x_TD.shape[1]
+    quantised = quantise_row_blocks(x_TD, rule)
+    payload_TB = pack_rows(quantised)
+    arrived_NB = inner.send(payload_TB, receipt)
+    arrived = unpack_rows(arrived_NB, width, rule.format)
+    return dequantised_rows(arrived, x_TD.dtype)
+
+
+class SendTokens(torch.autograd.Function):
+    """Backward sends the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx, h_TD, inner, receipt, rule):
+        ctx.way_back = (inner, receipt)
+        return send_quantised(h_TD, inner, receipt, rule)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inner, receipt = ctx.way_back
+        dy_ND = gradients[0].contiguous()
+        dh_TD = inner.give_back(dy_ND, receipt)
+        return dh_TD, None, None, None
+
+
+class GiveBackSums(torch.autograd.Function):
+    """Backward sends the gradient in FP8."""
+
+    @staticmethod
+    def forward(ctx, y_ND, inner, receipt, rule):
+        ctx.way_back = (inner, receipt, rule)
+        return inner.give_back(y_ND, receipt)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        dy_ND = send_quantised(gradients[0], *ctx.way_back)
+        return dy_ND, None, None, None
+
+
+def unquantised(dispatcher: Dispatcher) -> Dispatcher:
+    """The dispatcher that sends everything as it is."""
+    return dispatcher.inner if isinstance(dispatcher, Fp8Dispatcher) else dispatcher
+
+
+def token_rule(precision: PrecisionConfig) -> ScaleRule | None:
+    if precision.dispatch == "plain":
+        return None
+    return ScaleRule(E4M3, precision.power_of_two_scales)
+
+
+def gradient_rule(precision: PrecisionConfig) -> ScaleRule | None:
+    if precision.combine_gradient == "plain":
+        return None
+    number_format = GRADIENT_FORMATS[precision.combine_gradient]
+    return ScaleRule(number_format, precision.power_of_two_scales)
