@@ -27,16 +27,18 @@ def mtp_steps(model: ModelConfig) -> list[StepSpec]:
     return [step for _, step in prefixed_mtp_steps(model)]
 
 
+def summed_parameters(steps: list[StepSpec]) -> int:
+    return sum(step.parameters for step in steps)
+
+
 def total_parameters(model: ModelConfig) -> int:
     """Number of parameters without multi-token prediction, as models are published."""
-    steps = model_steps(model)
-    return sum(step.parameters for step in steps)
+    return summed_parameters(model_steps(model))
 
 
 def mtp_parameters(model: ModelConfig) -> int:
     """Number of parameters of multi-token prediction."""
-    steps = mtp_steps(model)
-    return sum(step.parameters for step in steps)
+    return summed_parameters(mtp_steps(model))
 
 
 def active_parameters(model: ModelConfig) -> int:

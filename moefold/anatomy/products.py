@@ -45,7 +45,8 @@ class ProductSpec:
         """The number of the model's layer; None in a layer of multi-token prediction."""
         if not self.prefix.startswith("blocks."):
             return None
-        return int(self.prefix.split(".")[1])
+        _, number, *_ = self.prefix.split(".")
+        return int(number)
 
     @property
     def is_in_scope(self) -> bool:
@@ -82,7 +83,8 @@ def weights_in_scope(model: ModelConfig) -> set[str]:
     one_rank = {"tp": 1, "ep": 1, "etp": 1}
     names: set[str] = set()
     for prefix, weight in product_weights(model):
-        if product_of_weight(prefix, weight, one_rank).is_in_scope:
+        product = product_of_weight(prefix, weight, one_rank)
+        if product.is_in_scope:
             names.add(prefix + weight.name)
     return names
 
@@ -123,22 +125,25 @@ def choose_recipes(
         matches = False
         for i, product in enumerate(products):
             if entry.matches(product.name):
-                chosen[i] = ProductRecipe(product, entry.recipe, f"precision.recipes: {entry.pattern}")
+                why = f"precision.recipes: {entry.pattern}"
+                chosen[i] = ProductRecipe(product, entry.recipe, why)
                 matches = True
         if not matches:
-            problems.append(unmatched_pattern(entry.pattern, products))
+            problem = unmatched_pattern(entry.pattern, products)
+            problems.append(problem)
     return chosen, problems
 
 
 def default_recipe(product: ProductSpec, precision: PrecisionConfig, layers: int) -> ProductRecipe:
-    layer = product.layer
     if not product.is_in_scope:
         return ProductRecipe(product, "plain", "outside the scope of precision.recipe")
-    if layer is not None and layer < precision.exclude_first:
-        return ProductRecipe(product, "plain", "precision.exclude_first")
-    last = last_plain_layers(precision.recipe, precision.exclude_last, layers)
-    if layer is not None and layer >= layers - last:
-        return ProductRecipe(product, "plain", "precision.exclude_last")
+    layer = product.layer
+    if layer is not None:
+        last = last_plain_layers(precision.recipe, precision.exclude_last, layers)
+        if layer < precision.exclude_first:
+            return ProductRecipe(product, "plain", "precision.exclude_first")
+        if layer >= layers - last:
+            return ProductRecipe(product, "plain", "precision.exclude_last")
     return ProductRecipe(product, precision.recipe, "precision.recipe")
 
 
@@ -151,9 +156,10 @@ def unmatched_pattern(pattern: str, products: list[ProductSpec]) -> str:
 
 def width_problem(chosen: ProductRecipe) -> str | None:
     product = chosen.product
-    sizes = (product.inputs, product.outputs)
+    recipe = RECIPE_SPECS[chosen.recipe]
+    sizes = product.inputs, product.outputs
     fits = all(size % WIDTH_MULTIPLE == 0 for size in sizes)
-    if fits or not RECIPE_SPECS[chosen.recipe].quantises:
+    if fits or not recipe.quantises:
         return None
     widths = f"{product.inputs} inputs and {product.outputs} outputs on a rank"
     advice = f'add "{product.name}: plain" to precision.recipes'

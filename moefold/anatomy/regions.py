@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from moefold.anatomy.step_specs import Lane, StepSpec, block_step_specs, fits_fused_expert_mlp, is_moe_layer
+from moefold.anatomy.step_specs import Lane, StepSpec, WeightSpec, block_step_specs, fits_fused_expert_mlp, is_moe_layer
 from moefold.config.memory_regions import MOE_STEPS, REGIONS, RegionSpec
 from moefold.config.run import ModelConfig
 
@@ -21,10 +21,11 @@ def regions_of(model: ModelConfig, kernels: Mapping[str, str]) -> dict[str, Regi
     steps = set(model_step_names(model))
     present: dict[str, RegionSpec] = {}
     for name, region in REGIONS.items():
-        if name not in absent:
-            inside = tuple(step for step in region.inside if step in steps)
-            spans = tuple(step for step in region.spans if step in steps)
-            present[name] = replace(region, inside=inside, spans=spans)
+        if name in absent:
+            continue
+        inside = filter(steps.__contains__, region.inside)
+        spans = filter(steps.__contains__, region.spans)
+        present[name] = replace(region, inside=tuple(inside), spans=tuple(spans))
     return present
 
 
@@ -34,11 +35,14 @@ def absent_regions(model: ModelConfig, kernels: Mapping[str, str]) -> dict[str, 
     absent: dict[str, str] = {}
     for name, region in REGIONS.items():
         if steps.isdisjoint(region.steps):
-            absent[name] = f"no layer of this model has a step {' or '.join(region.steps)}"
-    if model.attention.kind != "mla":
-        absent["up"] = f"attention is {model.attention.kind}: keys and values do not come from a latent"
+            missing = " or ".join(region.steps)
+            absent[name] = f"no layer of this model has a step {missing}"
+    attention = model.attention.kind
+    if attention != "mla":
+        absent["up"] = f"attention is {attention}: keys and values do not come from a latent"
     implementation = kernels.get("expert_mlp", "reference")
-    if "experts" in steps and fits_fused_expert_mlp(model) and implementation != "reference":
+    is_fused = fits_fused_expert_mlp(model) and implementation != "reference"
+    if "experts" in steps and is_fused:
         absent["activation"] = fused_experts_reason(implementation)
     return absent
 
@@ -63,8 +67,9 @@ def model_step_names(model: ModelConfig) -> Iterator[str]:
         yield "mlp"
     if not any(moe_layers):
         return
-    moe = model.moe
-    optional = {"narrow": moe.latent, "widen": moe.latent, "shared": moe.shared_ffn, "add": moe.shared_ffn}
+    latent = model.moe.latent
+    shared = model.moe.shared_ffn
+    optional = {"narrow": latent, "widen": latent, "shared": shared, "add": shared}
     for name in MOE_STEPS:
         if optional.get(name, True):
             yield name
@@ -75,7 +80,8 @@ def layers_with_region(model: ModelConfig, name: str) -> frozenset[int]:
     steps = set(REGIONS[name].steps)
     layers: set[int] = set()
     for layer in range(model.layers + model.mtp):
-        names = {spec.name for spec in block_step_specs(model, layer)}
+        block = block_step_specs(model, layer)
+        names = [spec.name for spec in block]
         if not steps.isdisjoint(names):
             layers.add(layer)
     return frozenset(layers)
@@ -85,15 +91,18 @@ def merged_step_spec(name: str, specs: Sequence[StepSpec], exchange_lane: Lane =
     """One step in place of a run of steps. `exchange_lane`: its lane if any of them communicates between expert
     ranks."""
     lanes = {spec.lane for spec in specs}
-    ops = dict.fromkeys(op for spec in specs for op in spec.ops)
-    weights = tuple(weight for spec in specs for weight in spec.weights)
+    ops: dict[str, None] = {}  # distinct ones, in order
+    weights: list[WeightSpec] = []
+    for spec in specs:
+        ops |= dict.fromkeys(spec.ops)
+        weights += spec.weights
     return StepSpec(
         name,
         lane=exchange_lane if "comm" in lanes else "compute",
         static=all(spec.static for spec in specs),
         shapes=f"{specs[0].shapes}; ...; {specs[-1].shapes}",
         ops=tuple(ops),
-        weights=weights,
+        weights=tuple(weights),
         matmul=sum(spec.matmul for spec in specs),
         context=sum(spec.context for spec in specs),
         window=max(spec.window for spec in specs),

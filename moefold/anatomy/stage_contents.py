@@ -64,14 +64,17 @@ def flops_of_each_piece(model: ModelConfig, seq_len: int) -> list[float]:
     layers: list[float] = []
     for layer in range(model.layers):
         block = block_step_specs(model, layer)
-        layers.append(summed_step_flops(block, seq_len))
+        flops = summed_step_flops(block, seq_len)
+        layers.append(flops)
     ahead: list[float] = []
     for depth in range(model.mtp):
         block = block_step_specs(model, model.layers + depth)
         steps = [look_ahead_step(model), *block]
-        ahead.append(summed_step_flops(steps, seq_len))
+        flops = summed_step_flops(steps, seq_len)
+        ahead.append(flops)
     embedding = min(layers) / 100
-    head = predict_step(model).flops(seq_len)
+    predict = predict_step(model)
+    head = predict.flops(seq_len)
     return [embedding, *layers, *ahead, head]
 
 
@@ -86,8 +89,9 @@ def pipeline_layout(config: Config) -> StageLayout:
 @lru_cache(maxsize=1024)
 def cached_layout_proposal(model: ModelConfig, seq_len: int, count: int) -> StageLayout:
     """Cached, since a search asks for the same cut many times."""
+    letters = layout_letters(model)
     flops = flops_of_each_piece(model, seq_len)
-    return propose_layout(layout_letters(model), flops, count)
+    return propose_layout(letters, flops, count)
 
 
 def pipeline_stages(config: Config) -> list[Stage]:
@@ -96,12 +100,15 @@ def pipeline_stages(config: Config) -> list[Stage]:
     stages: list[Stage] = []
     for number, pieces in enumerate(layout.stages):
         depths = layout.mtp_layers(number)
-        ahead = range(depths.start + 1, depths.stop + 1)
-        aside = depths.start + 1 if depths.start else 0  # with the model's own stream
-        embeds = "E" in pieces
-        predicts = "L" in pieces
-        layers = layout.layers(number)
-        stage = Stage(number, embeds, layers, ahead, predicts, aside)
+        first = depths.start + 1
+        stage = Stage(
+            number,
+            embeds="E" in pieces,
+            layers=layout.layers(number),
+            ahead=range(first, depths.stop + 1),
+            predicts="L" in pieces,
+            aside=first if depths.start else 0,  # with the model's own stream
+        )
         stages.append(stage)
     return stages
 

@@ -79,6 +79,11 @@ def sharded_over_experts(inner: int) -> DimCuts:
     return placement.sharded_over_experts(inner).cut
 
 
+def vector_weight(name: str, size: int) -> WeightSpec:
+    """A norm or a bias that every rank holds whole."""
+    return WeightSpec(name, (size,))
+
+
 def tp_weight(name: str, *shape: int, dim: int = 0) -> WeightSpec:
     """A weight whose dim `dim` is cut over tp."""
     return WeightSpec(name, shape, cut=sharded_over_tp(dim))
@@ -110,7 +115,8 @@ class StepSpec:
     def seen(self, seq_len: int) -> float:
         """How many tokens a token attends to on average: half of the sequence, or nearly the window."""
         window = min(self.window or seq_len, seq_len)
-        return window * (1 - window / (2 * seq_len))
+        share = window / (2 * seq_len)
+        return window * (1 - share)
 
     @property
     def parameters(self) -> int:
@@ -121,9 +127,16 @@ class StepSpec:
         return sum(w.size * w.active for w in self.weights)
 
 
+PrefixedStep = tuple[str, StepSpec]  # with the prefix of its parameters' names
+
+
 def multiply_adds_per_token(weights: Weights) -> float:
     """Multiply-adds of one token with those weights that are matrices."""
-    return sum(w.size * w.active for w in weights if w.is_matrix)
+    total = 0
+    for weight in weights:
+        if weight.is_matrix:
+            total += weight.size * weight.active
+    return total
 
 
 def product_step(
@@ -145,9 +158,11 @@ def product_step(
 def attend_step(model: ModelConfig, layer: int) -> StepSpec:
     a = model.attention
     latent = a.kind == "mla"
-    weights = latent_attention_weights(model) if latent else grouped_query_weights(model)
+    weigh = latent_attention_weights if latent else grouped_query_weights
+    weights = weigh(model)
     if a.sinks:
-        weights += (tp_weight("attention.sinks", a.heads),)
+        sinks = tp_weight("attention.sinks", a.heads)
+        weights += (sinks,)
     value_dim = (latent and a.value_dim) or a.head_dim
     inner_norms = inner_norm_ops(model)
     return StepSpec(
@@ -201,26 +216,30 @@ def latent_attention_weights(model: ModelConfig) -> Weights:
     a = model.attention
     d = model.hidden
     value_dim = a.value_dim or a.head_dim
-    weights = [WeightSpec("attention.norm.weight", (d,))]
+    weights = [vector_weight("attention.norm.weight", d)]
     # Down to the latents, which every tp rank makes of its own tokens.
     widths = {"query_down": a.q_rank, "latent": a.kv_rank, "turning": a.rope_dim}
     for name, width in widths.items():
         if width:
-            weights.append(WeightSpec(f"attention.{name}.weight", (width, d)))
+            down = WeightSpec(f"attention.{name}.weight", (width, d))
+            weights.append(down)
     for name, width in widths.items():
         if width and a.qkv_bias:
-            weights.append(WeightSpec(f"attention.{name}.bias", (width,)))
+            bias = vector_weight(f"attention.{name}.bias", width)
+            weights.append(bias)
     if a.q_rank:
-        weights.append(WeightSpec("attention.query_norm.weight", (a.q_rank,)))
-    weights.append(WeightSpec("attention.latent_norm.weight", (a.kv_rank,)))
+        query_norm = vector_weight("attention.query_norm.weight", a.q_rank)
+        weights.append(query_norm)
+    latent_norm = vector_weight("attention.latent_norm.weight", a.kv_rank)
     # Up to the heads, which tp cuts.
     query_width = a.q_rank or d
-    heads = a.heads
-    weights.append(tp_weight("attention.query.weight", heads, a.head_dim, query_width))
     nope_dim = a.head_dim - a.rope_dim
-    weights.append(tp_weight("attention.key.weight", heads, nope_dim, a.kv_rank))
-    weights.append(tp_weight("attention.value.weight", heads, value_dim, a.kv_rank))
-    return (*weights, *output_projection_weights(model, value_dim))
+    query = tp_weight("attention.query.weight", a.heads, a.head_dim, query_width)
+    key = tp_weight("attention.key.weight", a.heads, nope_dim, a.kv_rank)
+    value = tp_weight("attention.value.weight", a.heads, value_dim, a.kv_rank)
+    weights += (latent_norm, query, key, value)
+    weights += output_projection_weights(model, value_dim)
+    return tuple(weights)
 
 
 def grouped_query_weights(model: ModelConfig) -> Weights:
@@ -228,15 +247,19 @@ def grouped_query_weights(model: ModelConfig) -> Weights:
     d = model.hidden
     head = a.head_dim
     heads = {"query": a.heads, "key": a.kv_heads, "value": a.kv_heads}
-    weights = [WeightSpec("attention.norm.weight", (d,))]
+    weights = [vector_weight("attention.norm.weight", d)]
     for name, count in heads.items():
-        weights.append(tp_weight(f"attention.{name}.weight", count, head, d))
+        matrix = tp_weight(f"attention.{name}.weight", count, head, d)
+        weights.append(matrix)
     projection, *projection_bias = output_projection_weights(model, head)
     weights.append(projection)
     if a.qkv_bias:
         for name, count in heads.items():
-            weights.append(tp_weight(f"attention.{name}.bias", count, head))
-    return (*weights, *projection_bias, *query_key_norm_weights(model))
+            bias = tp_weight(f"attention.{name}.bias", count, head)
+            weights.append(bias)
+    weights += projection_bias
+    weights += query_key_norm_weights(model)
+    return tuple(weights)
 
 
 def output_projection_weights(model: ModelConfig, value_dim: int) -> Weights:
@@ -246,7 +269,7 @@ def output_projection_weights(model: ModelConfig, value_dim: int) -> Weights:
     projection = tp_weight("attention.out.weight", d, width, dim=1)
     if not a.out_bias:
         return (projection,)
-    return projection, WeightSpec("attention.out.bias", (d,))
+    return projection, vector_weight("attention.out.bias", d)
 
 
 def query_key_norm_weights(model: ModelConfig) -> Weights:
@@ -255,11 +278,13 @@ def query_key_norm_weights(model: ModelConfig) -> Weights:
     if a.qk_norm == "none":
         return ()
     if a.qk_norm == "head":
-        query = WeightSpec("attention.query_norm.weight", (a.head_dim,))
-        key = WeightSpec("attention.key_norm.weight", (a.head_dim,))
+        query = vector_weight("attention.query_norm.weight", a.head_dim)
+        key = vector_weight("attention.key_norm.weight", a.head_dim)
     else:
-        query = tp_weight("attention.query_norm.weight", a.head_dim * a.heads)
-        key = tp_weight("attention.key_norm.weight", a.head_dim * a.kv_heads)
+        query_width = a.head_dim * a.heads
+        key_width = a.head_dim * a.kv_heads
+        query = tp_weight("attention.query_norm.weight", query_width)
+        key = tp_weight("attention.key_norm.weight", key_width)
     return query, key
 
 
@@ -267,11 +292,12 @@ def query_key_norm_weights(model: ModelConfig) -> Weights:
 
 
 def mlp_weights(model: ModelConfig, name: str, ffn: int, activation: str) -> Weights:
+    d = model.hidden
     kind = ACTIVATIONS[activation]
     outputs = kind.up_outputs(ffn)
     inner_dim = len(outputs) - 1
-    up = tp_weight(f"{name}.{kind.up_name}.weight", *outputs, model.hidden, dim=inner_dim)
-    down = tp_weight(f"{name}.down.weight", model.hidden, ffn, dim=1)
+    up = tp_weight(f"{name}.{kind.up_name}.weight", *outputs, d, dim=inner_dim)
+    down = tp_weight(f"{name}.down.weight", d, ffn, dim=1)
     return up, down
 
 
@@ -287,7 +313,7 @@ def dense_mlp_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     ffn = model.dense_ffn
     activation = model.dense_activation
-    norm = WeightSpec("dense.norm.weight", (d,))
+    norm = vector_weight("dense.norm.weight", d)
     matrices = mlp_weights(model, "dense", ffn, activation)
     ops = ("add_rmsnorm", "linear", activation_op(activation))
     shapes = mlp_shapes("T", d, ffn, activation)
@@ -297,11 +323,11 @@ def dense_mlp_step(model: ModelConfig) -> StepSpec:
 def route_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     moe = model.moe
-    norm = WeightSpec("moe.norm.weight", (d,))
+    norm = vector_weight("moe.norm.weight", d)
     router = WeightSpec("moe.router.weight", (moe.experts, d))
     weights = (norm, router)
     if moe.biases:
-        bias = WeightSpec("moe.router.bias", (moe.experts,))
+        bias = vector_weight("moe.router.bias", moe.experts)
         weights += (bias,)
     ops = ("add_rmsnorm", "router_logits", "router_topk")
     shapes = f"T,{d} -> T,{moe.experts} -> T,{moe.top_k}"
@@ -338,7 +364,8 @@ def plan_step(model: ModelConfig) -> StepSpec:
 
 def dispatch_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
-    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}", exchanges=1)
+    shapes = f"T,{width} -> R,{width}"
+    return StepSpec("dispatch", "comm", False, shapes, exchanges=1)
 
 
 def shared_experts_step(model: ModelConfig) -> StepSpec:
@@ -347,7 +374,8 @@ def shared_experts_step(model: ModelConfig) -> StepSpec:
     activation = shared_activation(model)
     weights = mlp_weights(model, "moe.shared", ffn, activation)
     if model.moe.shared_gate:
-        weights += (WeightSpec("moe.shared.gate.weight", (1, d)),)
+        gate = WeightSpec("moe.shared.gate.weight", (1, d))
+        weights += (gate,)
     shapes = mlp_shapes("T", d, ffn, activation)
     ops = ("linear", activation_op(activation))
     return product_step("shared", shapes, ops, weights, needs=("route",))
@@ -445,16 +473,20 @@ def block_step_specs(model: ModelConfig, layer: int) -> list[StepSpec]:
 
 def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
     """The steps of one MoE layer, in the order in which they run."""
+    has_latents = model.moe.latent
+    has_shared = model.moe.shared_ffn
     steps = [route_step(model)]
-    if model.moe.latent:
+    if has_latents:
         steps.append(narrow_step(model))
-    steps += [plan_step(model), dispatch_step(model)]
-    if model.moe.shared_ffn:
+    steps.append(plan_step(model))
+    steps.append(dispatch_step(model))
+    if has_shared:
         steps.append(shared_experts_step(model))
-    steps += [experts_step(model), combine_step(model)]
-    if model.moe.latent:
+    steps.append(experts_step(model))
+    steps.append(combine_step(model))
+    if has_latents:
         steps.append(widen_step(model))
-    if model.moe.shared_ffn:
+    if has_shared:
         steps.append(add_shared_step(model))
     return steps
 
@@ -473,7 +505,7 @@ def predict_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     vocab = model.vocab
     matrix = tp_weight("head.weight", vocab, d)
-    weights = (WeightSpec("head.norm.weight", (d,)),)
+    weights = (vector_weight("head.norm.weight", d),)
     if not model.tied_head:
         weights += (matrix,)
     shapes = f"T,{d} -> T,{vocab} in chunks -> loss"
@@ -484,8 +516,8 @@ def predict_step(model: ModelConfig) -> StepSpec:
 
 def look_ahead_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
-    stream_norm = WeightSpec("stream_norm.weight", (d,))
-    token_norm = WeightSpec("token_norm.weight", (d,))
+    stream_norm = vector_weight("stream_norm.weight", d)
+    token_norm = vector_weight("token_norm.weight", d)
     join = WeightSpec("join.weight", (d, 2 * d))
     shapes = f"T,{d} and T,{d} -> T,{d}"
     ops = ("rmsnorm", "linear")
@@ -495,7 +527,7 @@ def look_ahead_step(model: ModelConfig) -> StepSpec:
 
 def set_aside_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
-    norm = WeightSpec("norm.weight", (d,))
+    norm = vector_weight("norm.weight", d)
     shapes = f"T,{d} -> T,{d}"
     ops = ("add_rmsnorm",)
     return StepSpec("set_aside", "compute", True, shapes, ops, (norm,))
@@ -507,7 +539,7 @@ def mtp_step_specs(model: ModelConfig, depth: int) -> list[StepSpec]:
     return [look_ahead_step(model), *block, set_aside_step(model)]
 
 
-def prefixed_mtp_steps(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
+def prefixed_mtp_steps(model: ModelConfig) -> Iterator[PrefixedStep]:
     """The steps of all multi-token prediction layers, with the prefix of their parameters' names."""
     for depth in range(model.mtp):
         first, *block, last = mtp_step_specs(model, depth)
@@ -517,7 +549,7 @@ def prefixed_mtp_steps(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
         yield f"ahead.{depth}.", last
 
 
-def prefixed_model_steps(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
+def prefixed_model_steps(model: ModelConfig) -> Iterator[PrefixedStep]:
     """Every step from tokens to the loss, with the prefix of its parameters' names; without multi-token prediction."""
     yield "", embed_step(model)
     for layer in range(model.layers):

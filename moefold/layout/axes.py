@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 
 from moefold.config.run import ParallelConfig
-from moefold.layout.fold import Digit, Grid, Partition, Ranks, fold_into_grids, group_of_rank, split_by_node
+from moefold.layout.fold import (
+    Digit,
+    Grid,
+    Partition,
+    Ranks,
+    fold_into_grids,
+    group_of_rank,
+    split_by_node,
+    split_outermost,
+)
 from moefold.layout.placement import Placement
 
 # Every combination of axes that some collective acts over. A rank's groups are all created at the start, in this order
@@ -30,6 +39,7 @@ AXIS_COMBINATIONS = [
 
 GRADIENT_AXES = [("dp", "cp"), ("dp", "cp", "tp"), ("edp",), ("edp", "etp")]  # that placements sum gradients over
 GRADIENTS = "gradients of"
+COPIES = "copies of"
 PIPE = "pipe"
 Group = dist.ProcessGroup | None
 
@@ -65,6 +75,7 @@ class World:
     everyone: Axis
     node_size: int
     store: dist.Store | None = None
+    replicas: int = 1  # copies of all shares
 
     def axis(self, *names: str) -> Axis:
         if names not in self.axes:
@@ -72,8 +83,13 @@ class World:
         return self.axes[names]
 
     def gradients_of(self, placement: Placement) -> Axis:
-        """The replicas of a parameter: the ranks that its gradient is summed over. A process group of its own."""
+        """The replicas of a parameter among which it is shared out: the ranks that its gradient is summed over, or with
+        several copies those of one copy. A process group of its own."""
         return self.axis(GRADIENTS, *placement.gradient_sum_axes)
+
+    def copies_of(self, placement: Placement) -> Axis:
+        """The ranks that hold the same share of a parameter in other copies (`shard.replicas`)."""
+        return self.axis(COPIES, *placement.gradient_sum_axes)
 
     @property
     def dp(self) -> Axis:
@@ -189,9 +205,10 @@ def create_world(
     parallel: ParallelConfig,
     node_size: int | None = None,
     store: dist.Store | None = None,
+    replicas: int = 1,
 ) -> World:
     """Fold the ranks into the two grids and create this rank's groups, in the same order on all ranks. `node_size`: how
-    many ranks share a machine (all, if not said)."""
+    many ranks share a machine (all, if not said). `replicas`: copies of all shares (`shard.replicas`)."""
     dense, expert = fold_into_grids(size, parallel)
     node_size = node_size or size
     maker = AxisMaker(rank, size)
@@ -207,16 +224,17 @@ def create_world(
     axes[PIPE,] = maker.make_axis(PIPE, pipeline, use="pipe")
     for names in GRADIENT_AXES:
         grid = grid_with_axes(names, dense, expert)
-        name = f"{GRADIENTS} {'_'.join(names)}"
-        partition = grid.partition(*names)
-        axes[GRADIENTS, *names] = maker.make_axis(name, partition, use="gradients")
+        joined = "_".join(names)
+        inside, across = split_outermost(grid.partition(*names), replicas)
+        axes[GRADIENTS, *names] = maker.make_axis(f"{GRADIENTS} {joined}", inside, use="gradients")
+        axes[COPIES, *names] = maker.make_axis(f"{COPIES} {joined}", across, use="gradients")
     for name, grid, use in (("ep", expert, "experts"), ("cp", dense, "")):
         inside, across = split_by_node(grid.partition(name), node_size)
         inside_name = inside_node(name)
         across_name = across_nodes(name)
         axes[inside_name,] = maker.make_axis(inside_name, inside, use)
         axes[across_name,] = maker.make_axis(across_name, across, use)
-    return World(rank, size, device, dense, expert, axes, everyone, node_size, store)
+    return World(rank, size, device, dense, expert, axes, everyone, node_size, store, replicas)
 
 
 def grid_with_axes(names: tuple[str, ...], dense: Grid, expert: Grid) -> Grid:

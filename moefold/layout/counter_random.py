@@ -13,32 +13,44 @@ LOW_32 = (1 << 32) - 1
 
 def as_signed_int64(x: int) -> int:
     """The same 64 bits as a signed number: torch has no unsigned arithmetic."""
-    return x - TWO_TO_64 if x >= TWO_TO_64 >> 1 else x
+    has_sign_bit = x >= TWO_TO_64 >> 1
+    return x - TWO_TO_64 if has_sign_bit else x
 
 
-HASH_ROUNDS = ((30, as_signed_int64(0xBF58476D1CE4E5B9)), (27, as_signed_int64(0x94D049BB133111EB)), (31, 1))
+HASH_ROUNDS = (  # shift and factor
+    (30, as_signed_int64(0xBF58476D1CE4E5B9)),
+    (27, as_signed_int64(0x94D049BB133111EB)),
+    (31, 1),
+)
 
 
 def splitmix64_hash(x: Tensor) -> Tensor:
     """The finaliser of splitmix64, element by element."""
     for shift, factor in HASH_ROUNDS:
-        low_bits = (1 << (64 - shift)) - 1  # masks the sign bits that torch's shift brings in
-        x = (x ^ ((x >> shift) & low_bits)) * factor
+        kept_bits = 64 - shift
+        low_bits = (1 << kept_bits) - 1  # masks the sign bits that torch's shift brings in
+        shifted = (x >> shift) & low_bits
+        x = (x ^ shifted) * factor
     return x
 
 
 def random_bits(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
     """64 bits for each row and column, (R, C) int64."""
-    row_R = splitmix64_hash(splitmix64_hash(number_R) + stream + 1)
-    return splitmix64_hash(row_R[:, None] + column_C)
+    hashed_R = splitmix64_hash(number_R)
+    row_R = splitmix64_hash(hashed_R + stream + 1)
+    place_RC = row_R[:, None] + column_C
+    return splitmix64_hash(place_RC)
 
 
 def uniform_noise(number_R: Tensor, columns: int, stream: int) -> Tensor:
     """(R, columns), fp32, uniform in [-1, 1)."""
-    bits = random_bits(number_R, stream, torch.arange(columns, device=number_R.device))
-    return (bits >> 40).to(torch.float32) / (1 << 23)
+    column_C = torch.arange(columns, device=number_R.device)
+    bits_RC = random_bits(number_R, stream, column_C)
+    high_RC = bits_RC >> 40
+    return high_RC.to(torch.float32) / (1 << 23)
 
 
 def random_32(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
     """Numbers of 32 bits as int64, (R, C)."""
-    return (random_bits(number_R, stream, column_C) >> 32) & LOW_32
+    bits_RC = random_bits(number_R, stream, column_C)
+    return (bits_RC >> 32) & LOW_32

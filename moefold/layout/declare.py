@@ -6,6 +6,7 @@ Initialisation, gradient buckets, optimizer, checkpoints and name tables read th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
@@ -99,6 +100,19 @@ class PartOfTensor(NamedTuple):
     part: list[tuple[int, int]]
 
 
+WITHOUT_MEMORY: list[bool] = []  # not empty while parameters are declared without memory
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Parameters that are declared inside have a shape and no memory: whoever fills buckets gives them some."""
+    WITHOUT_MEMORY.append(True)
+    try:
+        yield
+    finally:
+        WITHOUT_MEMORY.pop()
+
+
 class DeclaringModule(nn.Module):
     """A module that owns parameters."""
 
@@ -122,7 +136,10 @@ class DeclaringModule(nn.Module):
         self.declared[name] = declaration
         part = declaration.part(self.world)
         sizes = [size for _, size in part]
-        return nn.Parameter(torch.empty(sizes))
+        parameter = nn.Parameter(torch.empty(sizes))
+        if WITHOUT_MEMORY:
+            parameter.untyped_storage().resize_(0)
+        return parameter
 
 
 @dataclass(frozen=True)

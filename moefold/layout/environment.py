@@ -5,11 +5,15 @@ One process, `moefold train --nproc 4`, torchrun and Slurm differ only in these 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moefold.config.errors import UserError, printable_text
+
+LAUNCHER_VARIABLE = "MOEFOLD_LAUNCHER"  # the process number of the launcher of --nproc
+RANKS_FOLDER_VARIABLE = "MOEFOLD_RANKS"  # the launcher's folder of logs, where a rank leaves what is to be printed
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,16 @@ def slurm_tasks_on_node(env: Mapping[str, str]) -> int:
     tasks = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1"
     first, *_ = re.split(r"[(,]", tasks)
     return environment_number({"SLURM_TASKS_PER_NODE": first}, "SLURM_TASKS_PER_NODE")
+
+
+def launcher_pid(env: Mapping[str, str]) -> int | None:
+    """The process that started this rank and waits for it: of `--nproc`, by its number; torchrun's agent, which is the
+    parent. None for a process that was started by hand, whose parent may end before it."""
+    if LAUNCHER_VARIABLE in env:
+        return environment_number(env, LAUNCHER_VARIABLE)
+    if "TORCHELASTIC_RUN_ID" in env:
+        return os.getppid()
+    return None
 
 
 def environment_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

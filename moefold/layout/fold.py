@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 from moefold.config.errors import UserError
@@ -59,7 +59,8 @@ class Grid:
         stride = 1
         for name, size in reversed(self.sizes.items()):
             if name in axes and size > 1:
-                add_outer_digit(digits, Digit(stride, size))
+                digit = Digit(stride, size)
+                add_outer_digit(digits, digit)
             stride *= size
         return tuple(reversed(digits))
 
@@ -82,8 +83,25 @@ def group_of_rank(partition: Partition, rank: int) -> Ranks:
         (digit,) = partition
         return range(first, first + digit.span, digit.stride)
     offsets = [range(0, digit.span, digit.stride) for digit in partition]
-    sums = map(sum, product(*offsets))
-    return tuple(first + offset for offset in sums)
+    combinations = product(*offsets)
+    return tuple(first + sum(offset) for offset in combinations)
+
+
+def split_outermost(partition: Partition, count: int) -> tuple[Partition, Partition]:
+    """The groups of a partition cut into `count` equal parts along their outermost digit, and across: the ranks at the
+    same place of each part. A digit that `count` does not divide is cut into as many parts as both have in common."""
+    if not partition:
+        return (), ()
+    outermost, *others = partition
+    parts = gcd(count, outermost.size)
+    inner = Digit(outermost.stride, outermost.size // parts)
+    across = Digit(inner.span, parts)
+    inside = tuple(others)
+    if inner.size > 1:
+        inside = (inner, *others)
+    if parts == 1:
+        return inside, ()
+    return inside, (across,)
 
 
 def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:

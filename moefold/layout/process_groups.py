@@ -5,19 +5,21 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.run import ParallelConfig
+from moefold.layout.agreement import Terms, agree_through_store
 from moefold.layout.axes import World, create_world
 from moefold.layout.environment import Rendezvous, read_environment
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-
 
 # Words by which a RuntimeError of torch.distributed is known: another rank is gone.
 LOST_CONTACT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset")
@@ -37,8 +39,16 @@ def choose_device(wanted: str, place: Rendezvous) -> torch.device:
 
 
 @contextmanager
-def joined_world(parallel: ParallelConfig, wanted_device: str) -> Iterator[World]:
-    """The world, for as long as the run lasts. A single rank starts no process group; every axis has size one."""
+def joined_world(
+    parallel: ParallelConfig,
+    wanted_device: str,
+    replicas: int = 1,
+    terms: Terms | None = None,
+    timeout: datetime.timedelta = COLLECTIVE_TIMEOUT,
+) -> Iterator[World]:
+    """The world, for as long as the run lasts. A single rank starts no process group; every axis has size one.
+    `replicas`: copies of all shares (`shard.replicas`). `terms`: what ranks compare before they form groups.
+    `timeout`: of a collective."""
     place = read_environment(os.environ)
     device = choose_device(wanted_device, place)
     if place.size == 1:
@@ -48,11 +58,13 @@ def joined_world(parallel: ParallelConfig, wanted_device: str) -> Iterator[World
     backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
     device_id = device if own_gpu else None
     store = rendezvous_store(place)
+    if terms is not None:
+        agree_through_store(terms, store, place.rank, place.size)
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.size, timeout=COLLECTIVE_TIMEOUT, device_id=device_id
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout, device_id=device_id
     )
     try:
-        yield create_world(place.rank, place.size, device, parallel, place.local_size, store)
+        yield create_world(place.rank, place.size, device, parallel, place.local_size, store, replicas)
     except RuntimeError as error:
         message = str(error)
         if not any(word in message for word in LOST_CONTACT_WORDS):
@@ -73,11 +85,28 @@ def first_error_line(error: Exception) -> str:
 
 
 def rendezvous_store(place: Rendezvous) -> dist.Store:
-    """A key-value store that all ranks reach. Prefixed by the attempt: after a restart, ranks would otherwise read the
-    addresses of the ranks before it."""
+    """A key-value store that all ranks reach, served by the launcher or by rank 0."""
     serves = place.rank == 0 and not place.agent
+    return open_store(place, serves=serves, wait_for_workers=True)
+
+
+def connect_store(place: Rendezvous) -> dist.Store:
+    """A further connection to the store of the ranks: calls on one connection wait for each other."""
+    return open_store(place, serves=False, wait_for_workers=False)
+
+
+def open_store(place: Rendezvous, serves: bool, wait_for_workers: bool) -> dist.Store:
+    """The store, prefixed by the attempt: after a restart, ranks would otherwise read the addresses of the ranks before
+    it."""
     try:
-        store = dist.TCPStore(place.host, place.port, place.size, is_master=serves, timeout=COLLECTIVE_TIMEOUT)
+        store = dist.TCPStore(
+            place.host,
+            place.port,
+            place.size,
+            is_master=serves,
+            timeout=COLLECTIVE_TIMEOUT,
+            wait_for_workers=wait_for_workers,
+        )
     except (dist.DistError, RuntimeError) as error:
         reason = str(error)
         if "EADDRINUSE" in reason or "address already in use" in reason.lower():
@@ -90,3 +119,17 @@ def rendezvous_store(place: Rendezvous) -> dist.Store:
             f"({first_error_line(error)}); check MASTER_ADDR and MASTER_PORT"
         ) from None
     return dist.PrefixStore(f"attempt{place.attempt}", store)
+
+
+def serve_store(listener: socket.socket) -> dist.Store:
+    """The store of local ranks, served from their launcher, so that it outlives each of them."""
+    host, port = listener.getsockname()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def abort_communicators() -> None:
+    """Abort NCCL's communicators, so that kernels which wait for another rank end. Never run on several GPUs."""
+    if not dist.is_initialized() or not torch.cuda.is_available():
+        return
+    with suppress(RuntimeError):
+        distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]

@@ -1,7 +1,8 @@
 """Reruns: a forward that repeats an earlier one for its backward, marked on the thread that runs it.
 
-Counters, records and statistics ask here, so that a repeated forward changes none of them. `uses_expert_outputs` is
-False where nobody reads what the experts of the rerun return: they may leave their last product out.
+Counters, records and statistics ask (`inside_recompute`, model/steps.py), so that a repeated forward changes none of
+them. `uses_expert_outputs` is False where nobody reads what the experts of the rerun return: they may leave their last
+product out.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 RerunKey = tuple[int, int]  # stage, microbatch
 NO_KEY: RerunKey = (-1, -1)  # of a rerun that does not know its pass
@@ -41,15 +40,3 @@ def rerunning(key: RerunKey = NO_KEY, uses_expert_outputs: bool = True) -> Itera
 def rerun_key() -> RerunKey | None:
     """The key of the pass that is being run again on this thread, if any."""
     return RERUN.key
-
-
-def uses_expert_outputs() -> bool:
-    return RERUN.uses_expert_outputs
-
-
-def inside_recompute() -> bool:
-    """Whether this forward repeats one that was counted and recorded: inside `rerunning`, or inside any backward."""
-    if RERUN.key is not None:
-        return True
-    task: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
-    return task != -1

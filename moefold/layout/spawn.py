@@ -13,18 +13,27 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from moefold.config.errors import UserError
+from moefold.layout.environment import LAUNCHER_VARIABLE, RANKS_FOLDER_VARIABLE
 
 MEETING_PORTS = range(20_000, 32_000)  # Linux gives 32768 and above to connections
 GRACE_SECONDS = 10.0  # that ranks have to end by themselves after one has failed, and then to obey SIGTERM
 POLL_SECONDS = 0.05
 LOG_LINES_SHOWN = 8
+HANG_CODE = 5  # of a rank that ends a run which hangs
+HANG_FILE = "hang.txt"  # in the folder of the logs: who is named, to be printed by the launcher
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 RankProcess = subprocess.Popen[bytes]
+SignalHandler = Callable[[int, FrameType | None], None]
+StoreServer = Callable[[socket.socket], object]  # serves a store on a listening socket
 
 
 def find_free_port() -> int:
@@ -59,27 +68,63 @@ def bind_port(port: int, reuse: bool = False) -> None:
         probe.bind(("127.0.0.1", port))
 
 
-def run_local_ranks(arguments: Sequence[str], nproc: int, port: int | None = None) -> int:
-    """Run `moefold ARGUMENTS` as nproc ranks; the exit code is that of the first rank that failed, or 0."""
+def signal_exit_code(number: int) -> int:
+    """The exit code of a run that a signal has ended, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + number
+
+
+def run_local_ranks(
+    arguments: Sequence[str], nproc: int, port: int | None = None, serve_store: StoreServer | None = None
+) -> int:
+    """Run `moefold ARGUMENTS` as nproc ranks. The exit code is 0, that of the first rank that failed, or after a signal
+    that of the signal. `serve_store` serves the store of the ranks from this process; otherwise rank 0 does."""
     port = check_port_is_free(port) if port else find_free_port()
     cores = os.cpu_count() or 1
     threads = max(1, cores // nproc)
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as folder:
         names = [f"rank-{rank}.log" for rank in range(nproc)]
         logs = [Path(folder, name) for name in names]
+        listener = listen_on(port) if serve_store else None
         ranks: list[RankProcess] = []
         for rank, log in enumerate(logs):
-            process = start_rank_process(arguments, rank, nproc, port, threads, log)
+            process = start_rank_process(arguments, rank, nproc, port, threads, log, served=bool(serve_store))
             ranks.append(process)
-        restore = forward_signals(ranks)
-        try:
-            return watch_rank_processes(ranks, logs)
-        finally:
-            restore()
+        with forwarded_signals(ranks) as forwarded, served_store(serve_store, listener):
+            return watch_rank_processes(ranks, logs, forwarded)
+
+
+def listen_on(port: int) -> socket.socket:
+    """A socket that ranks can connect to at once; they are answered when the store is served."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(1024)
+    return listener
+
+
+@contextmanager
+def served_store(serve_store: StoreServer | None, listener: socket.socket | None) -> Iterator[None]:
+    """A store on the socket inside the block. It is opened in a thread: that imports torch, and ranks are watched
+    meanwhile."""
+    if serve_store is None or listener is None:
+        yield
+        return
+    stores: list[object] = []
+
+    def open_store() -> None:
+        stores.append(serve_store(listener))
+
+    opening = threading.Thread(target=open_store)
+    opening.start()
+    try:
+        yield
+    finally:
+        opening.join()
+        stores.clear()
 
 
 def start_rank_process(
-    arguments: Sequence[str], rank: int, nproc: int, port: int, threads: int, log: Path
+    arguments: Sequence[str], rank: int, nproc: int, port: int, threads: int, log: Path, served: bool
 ) -> RankProcess:
     rendezvous = {
         "RANK": str(rank),
@@ -88,6 +133,9 @@ def start_rank_process(
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        RANKS_FOLDER_VARIABLE: str(log.parent),
+        "TORCHELASTIC_USE_AGENT_STORE": str(served),
     }
     env = {"OMP_NUM_THREADS": str(threads), **os.environ, **rendezvous}
     command = [sys.executable, "-m", "moefold", *arguments]
@@ -100,27 +148,38 @@ def start_rank_process(
         )
 
 
-def forward_signals(ranks: Sequence[RankProcess]) -> Callable[[], None]:
-    """Forward SIGTERM and SIGINT to every rank, which then saves and ends by itself. Returns a function that restores
-    the handlers from before."""
+@contextmanager
+def forwarded_signals(ranks: Sequence[RankProcess]) -> Iterator[list[int]]:
+    """Forward ending signals to every rank, which then saves and ends by itself. Yields the list of those forwarded. A
+    signal that is ignored stays so, for the ranks too: SIGHUP under nohup."""
+    forwarded: list[int] = []
 
     def send_to_every_rank(number: int, _frame: object) -> None:
+        forwarded.append(number)
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    forwarded = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, send_to_every_rank) for number in forwarded}
-
-    def restore_handlers() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    return restore_handlers
+    with handled_signals(send_to_every_rank):
+        yield forwarded
 
 
-def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> int:
-    """Wait for all ranks, or for the first that fails; the exit code."""
+@contextmanager
+def handled_signals(handler: SignalHandler) -> Iterator[None]:
+    """Ending signals reach the handler inside the block, but for those that are ignored."""
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    heard = [number for number in before if before[number] is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path], forwarded: Sequence[int]) -> int:
+    """Wait for all ranks, or for the first that fails; the exit code. `forwarded`: signals that ranks were sent."""
     while any_running(ranks):
         if failed_ranks(ranks):
             break
@@ -129,7 +188,34 @@ def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> 
     if not failed:
         return 0
     first = first_failed_rank(failed, ranks)
+    code = stop_code(ranks[first].returncode, forwarded)
+    if code is not None:
+        end_all_ranks(ranks, GRACE_SECONDS)
+        return code
+    if ranks[first].returncode == HANG_CODE:
+        return stop_after_hang(ranks, logs)
     return stop_after_failure(first, ranks, logs)
+
+
+def stop_after_hang(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> int:
+    """A rank ended the run because it hangs: print which ranks are named, and kill those that are left."""
+    told = logs[0].with_name(HANG_FILE)
+    if told.exists():
+        text = told.read_text(encoding="utf-8")
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    end_all_ranks(ranks, patience=1.0, signals=(signal.SIGKILL,))
+    return HANG_CODE
+
+
+def stop_code(code: int, forwarded: Sequence[int]) -> int | None:
+    """The exit code of a run that was asked to stop, by the code of its first rank; None where that rank failed. Before
+    its first step, a rank is killed by the signal that was forwarded."""
+    if -code in forwarded:
+        return signal_exit_code(-code)
+    asked = (*ENDING_SIGNALS, signal.SIGPIPE)
+    known = map(signal_exit_code, asked)
+    return code if code in known else None
 
 
 def any_running(ranks: Sequence[RankProcess]) -> bool:
@@ -160,10 +246,14 @@ def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[
     return code if code > 0 else 1
 
 
-def end_all_ranks(ranks: Sequence[RankProcess], patience: float) -> None:
-    """Wait `patience` seconds for all ranks to end by themselves, then send SIGTERM, then SIGKILL."""
+def end_all_ranks(
+    ranks: Sequence[RankProcess],
+    patience: float,
+    signals: Sequence[int] = (signal.SIGTERM, signal.SIGKILL),
+) -> None:
+    """Wait `patience` seconds for all ranks to end by themselves, then send them one signal after the other."""
     deadline = time.monotonic() + patience
-    for stop in (None, signal.SIGTERM, signal.SIGKILL):
+    for stop in (None, *signals):
         for rank in ranks:
             if stop and rank.poll() is None:
                 rank.send_signal(stop)

@@ -17,6 +17,7 @@ from torch import Tensor
 from moefold.layout.gradient_sink import underlying_parameter
 
 C = TypeVar("C")
+Counts = tuple[int, int]  # of changes in place, and of generations
 
 
 class WeightCopies:
@@ -24,15 +25,20 @@ class WeightCopies:
 
     def __init__(self) -> None:
         self.generation = 0
-        self.made: dict[Hashable, tuple[tuple[int, int], Any]] = {}  # by format: the counts at that time, and the copy
+        self.made: dict[Hashable, tuple[Counts, Any]] = {}  # by format: the counts at that time, and the copy
         self.stored: tuple[Hashable, Any] | None = None  # the format and the copy of a weight without values
         self.rewritten: Hashable | None = None  # the format of the copy that has the weight's next values
+        self.last_rewritten: Hashable | None = None  # of the last change
 
-    def holding(self, counts: tuple[int, int]) -> dict[Hashable, Any]:
+    def holding(self, counts: Counts) -> dict[Hashable, Any]:
         """The copies that hold, by format."""
         if self.stored is not None:
             return dict([self.stored])
-        return {format: copy for format, (made_at, copy) in self.made.items() if made_at == counts}
+        holding: dict[Hashable, Any] = {}
+        for format, (made_at, copy) in self.made.items():
+            if made_at == counts:
+                holding[format] = copy
+        return holding
 
 
 def copies_of(weight: Tensor) -> WeightCopies:
@@ -44,8 +50,10 @@ def copies_of(weight: Tensor) -> WeightCopies:
     return copies
 
 
-def counts_of(weight: Tensor) -> tuple[int, int]:
-    return underlying_parameter(weight)._version, copies_of(weight).generation
+def counts_of(weight: Tensor) -> Counts:
+    parameter = underlying_parameter(weight)
+    copies = copies_of(weight)
+    return parameter._version, copies.generation
 
 
 def cached_copy(weight: Tensor, format: Hashable, make: Callable[[Tensor], C]) -> C:
@@ -82,7 +90,8 @@ def copy_to_rewrite(weight: Tensor, is_wanted: Callable[[Hashable], bool]) -> tu
     copies: WeightCopies | None = getattr(weight, "copies", None)
     if copies is None:
         return None
-    for format, copy in copies.holding(counts_of(weight)).items():
+    counts = counts_of(weight)
+    for format, copy in copies.holding(counts).items():
         if is_wanted(format):
             copies.rewritten = format
             return format, copy
@@ -104,10 +113,21 @@ def count_change(weights: Iterable[Tensor]) -> None:
         if copies is None or copies.stored is not None:
             continue
         copies.generation += 1
+        copies.last_rewritten = copies.rewritten
         if copies.rewritten is not None:
             _, copy = copies.made[copies.rewritten]
             copies.made[copies.rewritten] = (counts_of(weight), copy)
             copies.rewritten = None
+
+
+def repeat_change(weights: Iterable[Tensor]) -> None:
+    """Declare the last change once more: the same work was done again, by kernels alone."""
+    changed = list(weights)
+    for weight in changed:
+        copies: WeightCopies | None = getattr(weight, "copies", None)
+        if copies is not None:
+            copies.rewritten = copies.last_rewritten
+    count_change(changed)
 
 
 def keeps_values(weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moefold.model.steps import PassKey
-from moefold.pipeline.inbox import incoming_messages
+from moefold.pipeline.inbox import Homes, incoming_messages
 from moefold.pipeline.last_gradients import StagesUsing, last_gradient_slots
 from moefold.schedule.program import PipelineOp, Program, Slot, is_paired
 
@@ -22,7 +22,7 @@ class BoundProgram:
     last_gradients: Mapping[int, set[str]]  # by slot number: parameters that get their last gradient there
 
 
-def bind_program(program: Program, homes: Sequence[int], rank: int, users: StagesUsing) -> BoundProgram:
+def bind_program(program: Program, homes: Homes, rank: int, users: StagesUsing) -> BoundProgram:
     slots = program[rank]
     messages = incoming_messages(program, homes, rank)
     paired_passes = passes_of_paired_slots(slots)
@@ -33,11 +33,13 @@ def bind_program(program: Program, homes: Sequence[int], rank: int, users: Stage
 def passes_of_paired_slots(slots: Sequence[Slot]) -> frozenset[PassKey]:
     passes: set[PassKey] = set()
     for slot in filter(is_paired, slots):
-        passes.update((op.stage, op.microbatch) for op in slot)
+        for op in slot:
+            key = op.stage, op.microbatch
+            passes.add(key)
     return frozenset(passes)
 
 
-def forward_program(homes: Sequence[int], microbatches: int) -> Program:
+def forward_program(homes: Homes, microbatches: int) -> Program:
     """Every stage's forward of every microbatch, stage by stage."""
     program: Program = []
     for rank in sorted(set(homes)):

@@ -23,7 +23,7 @@ from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
-from moefold.layout.deferred_wgrad import DeferredWork
+from moefold.memory.offload import bring_back_ahead
 from moefold.model.norm import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
@@ -31,16 +31,19 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder, StepTracer
 from moefold.pipeline.bound_program import BoundProgram, bind_program, forward_program
 from moefold.pipeline.inbox import Inbox
-from moefold.pipeline.last_gradients import gets_several_gradients, stages_using_parameters
+from moefold.pipeline.last_gradients import StagesUsing, gets_several_gradients, stages_using_parameters
 from moefold.pipeline.passage import Passage
 from moefold.pipeline.segments import Segments, one_segment, segments_for_pairing, segments_of_one_microbatch
 from moefold.pipeline.step_costs import StepCosts
 from moefold.pipeline.strand_order import Strand, StrandPiece, backward_strand
-from moefold.pipeline.strand_runner import BackwardWork, ForwardWork, StrandRunner, StrandWork
-from moefold.schedule.program import PipelineOp, Slot, is_paired
+from moefold.pipeline.strand_runner import BackwardWork, DeferredQueue, ForwardWork, StrandRunner, StrandWork
+from moefold.schedule.program import PipelineOp, Program, Slot, is_paired
 from moefold.shard.gradients import Gradients
 
 StepListKey = tuple[int, bool, StepRewrite]  # stage, whether the model trains, how memory policies join steps
+CutKey = tuple[StepListKey, bool]  # the last: whether the stage is cut for paired slots
+CarryReader = Callable[[Carry], None]
+Streams = list[Tensor]
 
 
 class CutStage(NamedTuple):
@@ -78,26 +81,29 @@ class Executor:
         self.pipe = PipelineChannel(pipe)
         self.lanes = Lanes(world.device)
         device = world.device.type
-        self.costs = StepCosts(config, device, world.node_size)
+        node_size = world.node_size
+        self.costs = StepCosts(config, device, node_size)
         self.users = stages_using_parameters(model)
         # Made once, when first asked for: the same in every step of a run.
         self.train_programs: dict[int, BoundProgram] = {}
         self.forward_programs: dict[int, BoundProgram] = {}
         self.train_steps: dict[StepListKey, list[Step]] = {}
         self.forward_steps: dict[StepListKey, list[Step]] = {}
-        self.cut_stages: dict[tuple[StepListKey, bool], CutStage] = {}
+        self.cut_stages: dict[CutKey, CutStage] = {}
 
     def train(self, parts: Sequence[Batch], weights: LossWeights) -> Tensor:
         """Forward and backward of all microbatches; gradients are added to their buckets. Returns the summed losses of
         microbatches whose last stage is here: zeros on ranks without the last stage."""
         program = self.train_program(len(parts))
-        return StepRun(self, program, parts, weights).run()
+        step = StepRun(self, program, parts, weights)
+        return step.run()
 
     @torch.no_grad()
-    def forward_only(self, parts: Sequence[Batch], finish: Callable[[Carry], None]) -> None:
+    def forward_only(self, parts: Sequence[Batch], finish: CarryReader) -> None:
         """Forward only. The rank with the last stage calls `finish(carry)` once per microbatch."""
         program = self.forward_program(len(parts))
-        StepRun(self, program, parts, finish=finish).run()
+        step = StepRun(self, program, parts, finish=finish)
+        step.run()
 
     @contextmanager
     def observed_by(self, *observers: Around) -> Iterator[None]:
@@ -112,22 +118,26 @@ class Executor:
     def observers_of_pass(self, is_cut: bool) -> tuple[Around, ...]:
         """The observers, and where steps run on two lanes the tracer of the spans, if spans are recorded."""
         if is_cut and self.spans.recording:
-            return (*self.around, StepTracer(self.spans))
+            tracer = StepTracer(self.spans)
+            return (*self.around, tracer)
         return self.around
 
     def train_program(self, microbatches: int) -> BoundProgram:
         if microbatches not in self.train_programs:
             program = pipeline_program(self.config, microbatches)
-            bound = bind_program(program, self.homes, self.rank, self.users)
+            bound = self.bind(program, self.users)
             self.train_programs[microbatches] = bound
         return self.train_programs[microbatches]
 
     def forward_program(self, microbatches: int) -> BoundProgram:
         if microbatches not in self.forward_programs:
             program = forward_program(self.homes, microbatches)
-            bound = bind_program(program, self.homes, self.rank, {})
+            bound = self.bind(program, users={})
             self.forward_programs[microbatches] = bound
         return self.forward_programs[microbatches]
+
+    def bind(self, program: Program, users: StagesUsing) -> BoundProgram:
+        return bind_program(program, self.homes, self.rank, users)
 
     def steps_to_train(self, stage: int) -> list[Step]:
         """A stage's steps, up to the losses if it has them."""
@@ -157,8 +167,8 @@ class Executor:
     def with_strands(self, segments: Segments) -> CutStage:
         pieces: list[StrandPiece] = []
         for segment in segments:
-            costs = [self.costs.seconds(step.spec) for step in segment.steps]
-            seconds = sum(costs)
+            specs = [step.spec for step in segment.steps]
+            seconds = sum(map(self.costs.seconds, specs))
             piece = StrandPiece(segment.lane, seconds, segment.needs)
             pieces.append(piece)
         forward = tuple(pieces)
@@ -177,7 +187,8 @@ class Executor:
         return self.forward_steps[key]
 
     def step_list_key(self, stage: int) -> StepListKey:
-        return stage, self.model.training, self.model.rewrite_steps
+        model = self.model
+        return stage, model.training, model.rewrite_steps
 
 
 class LossWeights(NamedTuple):
@@ -186,6 +197,11 @@ class LossWeights(NamedTuple):
 
     losses_1M: Tensor
     balance: Tensor
+
+    def scaled_by(self, factor: Tensor) -> LossWeights:
+        losses_1M = self.losses_1M * factor
+        balance = self.balance * factor
+        return LossWeights(losses_1M, balance)
 
 
 class StepRun:
@@ -197,19 +213,19 @@ class StepRun:
         program: BoundProgram,
         parts: Sequence[Batch],
         weights: LossWeights | None = None,
-        finish: Callable[[Carry], None] | None = None,
+        finish: CarryReader | None = None,
     ):
         self.executor = executor
         self.program = program
         self.parts = parts
         self.weights = weights
         self.finish = finish
-        pipe = executor.pipe
-        self.inbox = Inbox(program.messages, pipe, self.empty_cargo)
+        messages = program.messages
+        self.inbox = Inbox(messages, executor.pipe, self.empty_cargo)
         self.local_cargo: dict[PipelineOp, Tensor] = {}  # between stages of this rank
         self.passages: dict[PassKey, Passage] = {}
-        self.input_streams: dict[PassKey, list[Tensor]] = {}
-        self.deferred_work: dict[PassKey, list[DeferredWork]] = {}
+        self.input_streams: dict[PassKey, Streams] = {}
+        self.deferred_work: dict[PassKey, DeferredQueue] = {}
         losses = 1 + executor.model.model.mtp
         device = executor.world.device
         self.losses_1M = torch.zeros(losses, dtype=torch.float64, device=device)
@@ -221,6 +237,7 @@ class StepRun:
             # Receives of this slot and of the next are posted before the slot's work begins.
             for near in slots[number : number + 2]:
                 self.inbox.expect(near)
+                self.bring_back_offloaded(near)
             last_gradients = self.program.last_gradients
             finished = last_gradients.get(number, set())
             early = self.finished_by_one_gradient(slot, finished)
@@ -238,7 +255,16 @@ class StepRun:
         kinds = [op.kind for op in slot]
         if kinds != ["D", "W"]:
             return set()
-        return {name for name in finished if not gets_several_gradients(name)}
+        several = filter(gets_several_gradients, finished)
+        return finished.difference(several)
+
+    def bring_back_offloaded(self, slot: Slot) -> None:
+        """Begin the copies from the host for the backwards of a slot, as far as their forwards have run."""
+        for op in slot:
+            key = pass_key(op)
+            passage = self.passages.get(key)
+            if op.kind == "D" and passage is not None:
+                bring_back_ahead(passage.out)
 
     def run_slot(self, slot: Slot) -> None:
         if is_paired(slot):
@@ -270,23 +296,31 @@ class StepRun:
     def run_backward(self, op: PipelineOp, slot: Slot) -> None:
         queue = None
         if not has_weight_op(slot, op):
-            key = pass_key(op)
-            queue = self.deferred_work.setdefault(key, [])
+            queue = self.queue_until_weight_op(op)
         backward = self.backward_work(op, queue)
         self.run_strands([backward], fillers=[])
         self.send_gradient(op, backward.passage)
 
+    def queue_until_weight_op(self, op: PipelineOp) -> DeferredQueue:
+        key = pass_key(op)
+        return self.deferred_work.setdefault(key, [])
+
     def run_deferred_work(self, op: PipelineOp) -> None:
         key = pass_key(op)
-        queue = self.deferred_work.pop(key, [])
+        queue = self.deferred_work.pop(key, None)
+        if queue is None:
+            return
         for work in queue:
             work()
+        self.executor.gradients.end_deferred_gradients(op.stage)
 
     def run_without_gradients(self, op: PipelineOp, carry: Carry) -> Carry:
-        steps = self.executor.steps_to_streams(op.stage)
-        observers = self.executor.around
+        executor = self.executor
+        steps = executor.steps_to_streams(op.stage)
+        observers = executor.around
         if observers:
-            observed = ObservedSteps(steps, observers, pass_key(op))
+            key = pass_key(op)
+            observed = ObservedSteps(steps, observers, key)
             return observed.forward(carry)
         return run_step_sequence(steps, carry)
 
@@ -313,15 +347,16 @@ class StepRun:
         self.passages[key] = passage
         return ForwardWork(passage, stage.forward)
 
-    def backward_work(self, op: PipelineOp, queue: list[DeferredWork] | None) -> BackwardWork:
+    def backward_work(self, op: PipelineOp, queue: DeferredQueue | None) -> BackwardWork:
         stage = self.cut_stage_of(op)
         passage = self.passage_with_gradients(op)
         strand = stage.backward if queue is None else stage.deferring
         return BackwardWork(passage, strand, queue)
 
-    def run_strands(self, strands: Sequence[StrandWork], fillers: list[DeferredWork]) -> None:
-        executor = self.executor
-        runner = StrandRunner(executor.lanes, executor.spans, fillers)
+    def run_strands(self, strands: Sequence[StrandWork], fillers: DeferredQueue) -> None:
+        lanes = self.executor.lanes
+        spans = self.executor.spans
+        runner = StrandRunner(lanes, spans, fillers)
         runner.run(strands)
 
     def begin_carry(self, op: PipelineOp) -> Carry:
@@ -330,65 +365,79 @@ class StepRun:
         model = self.executor.model
         carry = model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS, part.imposed)
         if op.stage > 0:
-            cargo_NTD = self.take_cargo(op)
-            trains = self.finish is None
-            received = [x_TD.detach() for x_TD in cargo_NTD]
-            streams = [x_TD.requires_grad_(trains) for x_TD in received]
-            self.input_streams[pass_key(op)] = streams
-            carry["stream"] = ResidualStream(streams[0])
-            carry["streams"] = streams[1:]
+            stream, *aside = self.received_streams(op)
+            carry["stream"] = ResidualStream(stream)
+            carry["streams"] = aside
         return carry
+
+    def received_streams(self, op: PipelineOp) -> Streams:
+        cargo_NTD = self.take_cargo(op)
+        trains = self.finish is None
+        streams: Streams = []
+        for x_TD in cargo_NTD:
+            x_TD = x_TD.detach()
+            x_TD.requires_grad_(trains)
+            streams.append(x_TD)
+        key = pass_key(op)
+        self.input_streams[key] = streams
+        return streams
 
     def send_activation(self, op: PipelineOp, carry: Carry) -> None:
         """Send a stage's output to the next stage, or add its losses."""
         if not self.stage_of(op).predicts:
-            stream = carry["stream"]
-            streams = [stream.x_TD, *carry["streams"]]
+            streams = output_streams(carry)
             detached = [x_TD.detach() for x_TD in streams]
-            self.send_cargo(detached, op, op.stage + 1)
+            following = op.stage + 1
+            self.send_cargo(detached, op, following)
         elif self.finish is not None:
             self.finish(carry)
         else:
-            self.losses_1M += carry["losses_1M"].detach()
+            losses_1M = carry["losses_1M"]
+            self.losses_1M += losses_1M.detach()
 
     def passage_with_gradients(self, op: PipelineOp) -> Passage:
         """A microbatch's pass with the gradients of its outputs: of the losses, or as the next stage sent them."""
-        passage = self.passages.pop(pass_key(op))
+        key = pass_key(op)
+        passage = self.passages.pop(key)
         out = passage.out
         aux = out["aux"]
-        assert self.weights is not None
-        balance_weight = self.weights.balance.to(aux.dtype)
+        weights = self.weights
+        assert weights is not None
+        balance_weight = weights.balance.to(aux.dtype)
         if self.stage_of(op).predicts:
             losses_1M = out["losses_1M"]
-            weights_1M = self.weights.losses_1M.to(losses_1M.dtype)
-            loss = (losses_1M * weights_1M).sum() + aux * balance_weight
+            weights_1M = weights.losses_1M.to(losses_1M.dtype)
+            weighted_1M = losses_1M * weights_1M
+            loss = weighted_1M.sum() + aux * balance_weight
             one = torch.ones_like(loss)
             passage.set_output_gradients([loss], [one])
         else:
-            cargo_NTD = self.take_cargo(op)
-            streams = [out["stream"].x_TD, *out["streams"]]
             # The balance losses of this stage are roots of backward too: their gradient is their weight.
-            outputs = [*streams, aux]
-            passage.set_output_gradients(outputs, [*cargo_NTD, balance_weight])
+            outputs = [*output_streams(out), aux]
+            gradients = [*self.take_cargo(op), balance_weight]
+            passage.set_output_gradients(outputs, gradients)
         return passage
 
     def send_gradient(self, op: PipelineOp, passage: Passage) -> None:
         """Send the gradient of a stage's input to the stage before."""
-        streams = self.input_streams.pop(pass_key(op), None)
+        key = pass_key(op)
+        streams = self.input_streams.pop(key, None)
         if streams is None:
             return
-        gradients = [passage.gradient_of_input(x_TD) for x_TD in streams]
-        self.send_cargo(gradients, op, op.stage - 1)
+        gradients = list(map(passage.gradient_of_input, streams))
+        before = op.stage - 1
+        self.send_cargo(gradients, op, before)
 
-    def send_cargo(self, streams: list[Tensor], op: PipelineOp, stage: int) -> None:
+    def send_cargo(self, streams: Streams, op: PipelineOp, stage: int) -> None:
         """Send an op's result to the op of the same kind and microbatch in a neighbouring stage."""
         cargo_NTD = torch.stack(streams)
-        receiver = PipelineOp(op.kind, stage, op.microbatch)
-        home = self.executor.homes[stage]
-        if home == self.executor.rank:
+        executor = self.executor
+        home = executor.homes[stage]
+        if home == executor.rank:
+            receiver = op._replace(stage=stage)
             self.local_cargo[receiver] = cargo_NTD
         else:
-            self.executor.pipe.send(cargo_NTD, home)
+            executor.pipe.send(cargo_NTD, home)
 
     def take_cargo(self, op: PipelineOp) -> Tensor:
         """The cargo that an op reads, from a stage of this rank or of another."""
@@ -411,8 +460,8 @@ class StepRun:
         cp = world.axis("cp")
         tp = world.axis("tp")
         ranks = cp.size * tp.size
-        tokens_BS = self.parts[op.microbatch].tokens_BS
-        tokens = tokens_BS.numel() // ranks
+        part = self.parts[op.microbatch]
+        tokens = part.tokens_BS.numel() // ranks
         like = next(model.parameters())
         shape = streams, tokens, model.model.hidden
         return like.new_empty(shape)
@@ -422,24 +471,29 @@ class StepRun:
     def run_paired_slot(self, slot: Slot) -> None:
         """A forward and a backward of different microbatches. Weight gradients of the slot fill gaps of the compute
         lane."""
-        forward_op = next(op for op in slot if op.kind == "F")
-        backward_op = next(op for op in slot if op.kind == "D")
+        by_kind = {op.kind: op for op in slot}
+        forward_op = by_kind["F"]
+        backward_op = by_kind["D"]
         carry = self.begin_carry(forward_op)
         forward = self.forward_work(forward_op, carry)
         # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that.
-        fillers: list[DeferredWork] = []
+        fillers: DeferredQueue = []
         queue = self.weight_grad_queue(slot, backward_op, fillers)
         backward = self.backward_work(backward_op, queue)
         self.run_strands([forward, backward], fillers)
-        self.send_activation(forward_op, forward.passage.out)
+        if queue is fillers:
+            self.executor.gradients.end_deferred_gradients(backward_op.stage)
+        out = forward.passage.out
+        self.send_activation(forward_op, out)
         self.send_gradient(backward_op, backward.passage)
 
-    def weight_grad_queue(self, slot: Slot, op: PipelineOp, fillers: list[DeferredWork]) -> list[DeferredWork] | None:
+    def weight_grad_queue(self, slot: Slot, op: PipelineOp, fillers: DeferredQueue) -> DeferredQueue | None:
         """Where the weight gradients of a paired backward go: to a later W, to the slot's fillers, or nowhere (None:
         they are computed at once)."""
         if not has_weight_op(slot, op):
-            return self.deferred_work.setdefault(pass_key(op), [])
-        return fillers if self.executor.config.pipeline.fill else None
+            return self.queue_until_weight_op(op)
+        fills_gaps = self.executor.config.pipeline.fill
+        return fillers if fills_gaps else None
 
 
 def pass_key(op: PipelineOp) -> PassKey:
@@ -448,4 +502,11 @@ def pass_key(op: PipelineOp) -> PassKey:
 
 def has_weight_op(slot: Slot, op: PipelineOp) -> bool:
     """Whether the weight gradients that belong to a data gradient are in the same slot."""
-    return PipelineOp("W", op.stage, op.microbatch) in slot
+    weight_op = op._replace(kind="W")
+    return weight_op in slot
+
+
+def output_streams(carry: Carry) -> Streams:
+    """The residual stream, and those that layers of multi-token prediction set aside."""
+    stream = carry["stream"]
+    return [stream.x_TD, *carry["streams"]]

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor
 
 from moefold.comm.p2p import PendingReceive, PipelineChannel
 from moefold.schedule.program import PipelineOp, Program
 
+Homes = Sequence[int]  # the pipeline rank of each stage
+Messages = list[PipelineOp]  # the ops that wait for them
 
-def messages_between(program: Program, homes: Sequence[int], source: int, to: int) -> list[PipelineOp]:
+
+def messages_between(program: Program, homes: Homes, source: int, to: int) -> Messages:
     """The ops of rank `to` that rank `source` sends a tensor for, in the order of sending: a forward's output goes to
     the next stage's forward, a data gradient to the data gradient of the stage before."""
-    messages: list[PipelineOp] = []
-    for slot in program[source]:
-        for op in slot:
-            receiver = receiving_op(op, len(homes))
-            if receiver is not None and homes[receiver.stage] == to:
-                messages.append(receiver)
+    neighbour = {"F": 1, "D": -1}
+    messages: Messages = []
+    for op in chain.from_iterable(program[source]):
+        if op.kind not in neighbour:
+            continue
+        stage = op.stage + neighbour[op.kind]
+        is_stage = 0 <= stage < len(homes)
+        if is_stage and homes[stage] == to:
+            receiver = op._replace(stage=stage)
+            messages.append(receiver)
     return messages
 
 
-def receiving_op(op: PipelineOp, stages: int) -> PipelineOp | None:
-    """The op that reads what this op sends, if there is one."""
-    if op.kind == "F" and op.stage + 1 < stages:
-        return PipelineOp("F", op.stage + 1, op.microbatch)
-    if op.kind == "D" and op.stage > 0:
-        return PipelineOp("D", op.stage - 1, op.microbatch)
-    return None
-
-
-def incoming_messages(program: Program, homes: Sequence[int], rank: int) -> dict[int, list[PipelineOp]]:
+def incoming_messages(program: Program, homes: Homes, rank: int) -> dict[int, Messages]:
     """By sender: the ops of `rank` that wait for its messages, in the order of sending."""
-    messages: dict[int, list[PipelineOp]] = {}
+    messages: dict[int, Messages] = {}
     for sender in range(len(program)):
         if sender != rank:
             messages[sender] = messages_between(program, homes, sender, rank)
@@ -56,7 +55,8 @@ class Inbox:
         self.sender: dict[PipelineOp, int] = {}
         for rank, ops in messages.items():
             self.unposted[rank] = deque(ops)
-            self.sender.update(dict.fromkeys(ops, rank))
+            sent = dict.fromkeys(ops, rank)
+            self.sender.update(sent)
         self.arriving: dict[PipelineOp, PendingReceive] = {}
 
     def expect(self, ops: Sequence[PipelineOp]) -> None:

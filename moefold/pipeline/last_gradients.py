@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
@@ -10,20 +11,22 @@ from moefold.layout.declare import declared_parameters
 from moefold.model.transformer import Transformer
 from moefold.schedule.program import Slot
 
-StagesUsing = Mapping[str, tuple[set[int], bool]]  # by parameter: the stages, and whether its gradient may come with W
+ParameterUse = tuple[set[int], bool]  # the stages, and whether the gradient may come with W
+StagesUsing = Mapping[str, ParameterUse]
 
 
 def stages_using_parameters(model: Transformer) -> StagesUsing:
     """For each trained parameter, the stages that use it, and whether its gradient may come with W instead of D."""
-    stages_of: dict[str, set[int]] = {}
+    has_tied_head = model.model.tied_head
+    stages_of = defaultdict[str, set[int]](set)
     for stage in model.stages:
-        prefixes = tuple(parameter_prefixes(stage, model.model.tied_head))
+        prefixes = tuple(parameter_prefixes(stage, has_tied_head))
         for parameter in declared_parameters(model):
+            name = parameter.name
             is_trained = parameter.tensor.requires_grad
-            if is_trained and parameter.name.startswith(prefixes):
-                stages = stages_of.setdefault(parameter.name, set())
-                stages.add(stage.number)
-    users: dict[str, tuple[set[int], bool]] = {}
+            if is_trained and name.startswith(prefixes):
+                stages_of[name].add(stage.number)
+    users: dict[str, ParameterUse] = {}
     for name, stages in stages_of.items():
         users[name] = stages, may_defer_weight_grad(name)
     return users
@@ -35,7 +38,8 @@ def parameter_prefixes(stage: Stage, tied_head: bool) -> Iterator[str]:
         yield f"blocks.{layer}."
     for depth in stage.ahead:
         yield f"ahead.{depth - 1}."
-    if stage.uses_embedding or (stage.predicts and tied_head):
+    reads_as_head = stage.predicts and tied_head
+    if stage.uses_embedding or reads_as_head:
         yield "embedding."
     if stage.predicts:
         yield "head."
@@ -64,13 +68,13 @@ def last_gradient_slots(slots: Sequence[Slot], users: StagesUsing) -> dict[int, 
     for number, slot in enumerate(slots):
         for op in slot:
             last_slot[op.kind, op.stage] = number
-    finished: dict[int, set[str]] = {}
+    finished = defaultdict[int, set[str]](set)
     for name, (stages, may_defer) in users.items():
         kinds = "DW" if may_defer else "D"
-        ops = product(kinds, stages)
-        gradient_slots = [last_slot[op] for op in ops if op in last_slot]
-        if gradient_slots:
-            last = max(gradient_slots)
-            names = finished.setdefault(last, set())
-            names.add(name)
+        last = -1
+        for op in product(kinds, stages):
+            number = last_slot.get(op, -1)
+            last = max(last, number)
+        if last >= 0:
+            finished[last].add(name)
     return finished

@@ -12,9 +12,10 @@ A cut holds no tensor: between forward and backward a pass keeps what autograd s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ from moefold.model.steps import Around, Carry, PassKey, run_step_sequence
 from moefold.pipeline.segments import Segment, Segments
 
 START = -1  # in place of a segment's number: what the stage begins with
+FIRST_PASS: PassKey = (0, 0)
+Carries = Mapping[int, Carry]  # by the number of the segment that they come from
+Observers = Sequence[Around]
+Tensors = Sequence[Tensor]
 Gradients = list[tuple[GradientEdge, Tensor]]  # of outputs, which are named by their place in the autograd graph
 
 
@@ -34,27 +39,35 @@ class Cut(torch.autograd.Function):
     `received`. The anchor is what makes autograd record."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, received: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, anchor, received, *tensors):
         ctx.received = received
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx, *gradients):
         ctx.received.extend(gradients)
-        return None, None, *[None for _ in gradients]
+        inputs = 2 + len(gradients)
+        return (None,) * inputs
 
 
 ANCHOR = torch.zeros((), requires_grad=True)
+
+
+class CutSource(NamedTuple):
+    """Where an input of a segment comes from: the segment, and the input's place in that segment's graph."""
+
+    segment: int
+    edge: GradientEdge
 
 
 class SegmentRun:
     """A segment that has run forward: its output carry, and where the gradients of its inputs belong. `inputs`: carries
     by the number of the segment that they come from; the first is complete."""
 
-    def __init__(self, inputs: Mapping[int, Carry], segment: Segment, observers: Sequence[Around], key: PassKey):
+    def __init__(self, inputs: Carries, segment: Segment, observers: Observers, key: PassKey):
         # By id: a tensor that the carry holds twice stays one.
-        self.sources: dict[int, tuple[int, GradientEdge]] = {}
+        self.sources: dict[int, CutSource] = {}
         self.received: list[Tensor | None] = []  # gradients of the sources, in their order
         carry = self.carry_behind_cut(inputs)
         self.names = set(carry)
@@ -65,52 +78,61 @@ class SegmentRun:
         else:
             self.out = run_step_sequence(segment.steps, carry)
 
-    def carry_behind_cut(self, inputs: Mapping[int, Carry]) -> Carry:
+    def carry_behind_cut(self, inputs: Carries) -> Carry:
         """One carry of all inputs, whose differentiable tensors are inputs of a graph of their own."""
         tensors: list[Tensor] = []
-        for source, carry in inputs.items():
+        for segment, carry in inputs.items():
             for leaf in tree_leaves(carry):
-                if is_differentiable(leaf) and id(leaf) not in self.sources:
-                    edge = get_gradient_edge(leaf)
-                    self.sources[id(leaf)] = source, edge
-                    tensors.append(leaf.detach())
+                key = id(leaf)
+                if key in self.sources or not is_differentiable(leaf):
+                    continue
+                edge = get_gradient_edge(leaf)
+                self.sources[key] = CutSource(segment, edge)
+                tensors.append(leaf.detach())
         cut = ()
         if tensors:
             cut = Cut.apply(ANCHOR, self.received, *tensors)
         behind = dict(zip(self.sources, cut, strict=True))  # pyright: ignore[reportArgumentType]
-        flat, structure = tree_flatten(dict(inputs))
-        leaves = [behind.get(id(leaf), leaf) for leaf in flat]
+        leaves, structure = tree_flatten(dict(inputs))
+        for place, leaf in enumerate(leaves):
+            leaves[place] = behind.get(id(leaf), leaf)
+        cut_inputs = tree_unflatten(leaves, structure)
         merged: Carry = {}
-        for carry in tree_unflatten(leaves, structure).values():
+        for carry in cut_inputs.values():
             merged |= carry
         return merged
 
     def added(self) -> Carry:
         """The entries of the output carry that the inputs do not have."""
-        entries = self.out.items()
-        return {name: value for name, value in entries if name not in self.names}
+        added: Carry = {}
+        for name, value in self.out.items():
+            if name not in self.names:
+                added[name] = value
+        return added
 
     def backward(self, gradients: Gradients) -> None:
         around = nullcontext()
         if self.observed is not None:
             around = self.observed.around_backward()
-        edges, values = zip(*gradients, strict=True)
+        edges = [edge for edge, _ in gradients]
+        values = [gradient for _, gradient in gradients]
         with around:
             torch.autograd.backward(edges, values)
 
-    def gradients_of(self, source: int) -> Gradients:
+    def gradients_of(self, segment: int) -> Gradients:
         """The gradients of those inputs that come from one segment."""
         found: Gradients = []
         sources = self.sources.values()
-        for (origin, edge), gradient in zip(sources, self.received, strict=False):
-            if origin == source and gradient is not None:
-                found.append((edge, gradient))
+        for source, gradient in zip(sources, self.received, strict=False):
+            if source.segment == segment and gradient is not None:
+                of_source = source.edge, gradient
+                found.append(of_source)
         return found
 
     def gradient_of(self, x: Tensor) -> Tensor | None:
         """The gradient of one input."""
-        received = zip(self.sources, self.received, strict=False)
-        gradients = dict(received)
+        of_sources = zip(self.sources, self.received, strict=False)
+        gradients = dict(of_sources)
         return gradients.get(id(x))
 
 
@@ -120,7 +142,7 @@ class Passage:
     Segments may run on two threads; inputs and gradients are taken by the thread that begins them.
     """
 
-    def __init__(self, segments: Segments, observers: Sequence[Around] = (), key: PassKey = (0, 0)):
+    def __init__(self, segments: Segments, observers: Observers = (), key: PassKey = FIRST_PASS):
         self.segments = segments
         self.observers = observers
         self.key = key
@@ -129,32 +151,35 @@ class Passage:
         self.first_run: SegmentRun | None = None
         self.last = len(segments) - 1
         # By segment, then by the segment that has read its outputs.
-        self.gradients: list[dict[int, Gradients]] = [{} for _ in segments]
-        self.readers = [0] * len(segments)
+        self.gradients: list[dict[int, Gradients]] = []
+        self.readers = Counter[int]()
         self.branches: set[int] = set()  # segments of which others read what they have added, and no more
         for segment in segments:
-            self.branches.update(segment.needs[1:])
-            for need in segment.needs:
-                self.readers[need] += 1
+            self.gradients.append({})
+            needs = segment.needs
+            self.branches.update(needs[1:])
+            self.readers.update(needs)
 
     # ---- forward ----
 
     def begin(self, carry: Carry) -> None:
         self.carries[START] = carry
 
-    def take_inputs(self, number: int) -> dict[int, Carry]:
+    def take_inputs(self, number: int) -> Carries:
         """The carries that a segment reads, by the number of the segment that they come from."""
         needs = self.segments[number].needs
         if not needs:
-            return {START: self.carries.pop(START)}
-        inputs = {need: self.carries[need] for need in needs}
+            start = self.carries.pop(START)
+            return {START: start}
+        inputs: dict[int, Carry] = {}
         for need in needs:
+            inputs[need] = self.carries[need]
             self.readers[need] -= 1
             if self.readers[need] == 0:
                 del self.carries[need]
         return inputs
 
-    def run_forward(self, number: int, inputs: Mapping[int, Carry]) -> Carry:
+    def run_forward(self, number: int, inputs: Carries) -> Carry:
         segment = self.segments[number]
         run = SegmentRun(inputs, segment, self.observers, self.key)
         out = run.out
@@ -180,12 +205,13 @@ class Passage:
 
     # ---- backward ----
 
-    def set_output_gradients(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def set_output_gradients(self, outputs: Tensors, gradients: Tensors) -> None:
         """The gradients of the last segment's outputs; those of non-differentiable outputs are dropped."""
         found: Gradients = []
         for y, dy in zip(outputs, gradients, strict=True):
             if y.requires_grad:
-                found.append((get_gradient_edge(y), dy))
+                edge = get_gradient_edge(y)
+                found.append((edge, dy))
         self.gradients[self.last] = {START: found}
         self.first_run = self.runs[0]
 
@@ -206,7 +232,8 @@ class Passage:
         if gradients:
             run.backward(gradients)
         found: Gradients = []
-        for need in self.segments[number].needs:
+        segment = self.segments[number]
+        for need in segment.needs:
             of_need = run.gradients_of(need)
             self.gradients[need][number] = of_need
             found += of_need

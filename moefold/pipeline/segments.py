@@ -9,7 +9,7 @@ A segment is a run of neighbouring steps on one lane. Segments form a graph, as 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.anatomy.step_specs import Lane
 from moefold.model.steps import Step
@@ -57,16 +57,15 @@ def cut_into_segments(steps: Sequence[Step], joined: Collection[Lane]) -> Segmen
         spec = step.spec
         lane = spec.lane
         last = len(segments) - 1
-        needs = tuple(segment_of[name] for name in spec.needs)
+        needs = tuple(map(segment_of.__getitem__, spec.needs))
         if segments and not needs:
             needs = (last,)
+        segment = Segment(lane, (step,), needs)
         follows = needs == (last,) and segments[last].lane == lane
         if follows and lane in joined:
-            before = segments[last]
-            joined_steps = (*before.steps, step)
-            segments[last] = Segment(lane, joined_steps, before.needs)
-        else:
-            segment = Segment(lane, (step,), needs)
-            segments.append(segment)
-        segment_of[spec.name] = len(segments) - 1
+            before = segments.pop()
+            steps_so_far = (*before.steps, step)
+            segment = replace(before, steps=steps_so_far)
+        segment_of[spec.name] = len(segments)
+        segments.append(segment)
     return segments

@@ -39,20 +39,23 @@ DEVICE_RATES = {
 class StepCosts:
     def __init__(self, config: Config, device: str, node_size: int):
         rates = DEVICE_RATES.get(device, DEVICE_RATES["cuda"])
-        bytes_each = BYTES_PER_ELEMENT[training_precision(device, config)]
+        precision = training_precision(device, config)
+        bytes_each = BYTES_PER_ELEMENT[precision]
         tokens = tokens_per_rank(config)
         self.seq_len = config.data.seq_len
         self.seconds_per_flop = tokens / rates.flops  # per FLOP of one token
         stream_bytes = tokens * config.model.hidden * bytes_each
         self.least_compute = PASSES_OVER_TOKENS * stream_bytes / rates.memory
         self.one_way = HOP_LATENCY
-        if config.parallel.ep * config.parallel.etp > 1:
-            links = rates.links
-            _, self.one_way = predicted_one_way(config, node_size, bytes_each, links)
+        expert_ranks = config.parallel.ep * config.parallel.etp
+        if expert_ranks > 1:
+            _, self.one_way = predicted_one_way(config, node_size, bytes_each, rates.links)
 
     def seconds(self, spec: StepSpec) -> float:
         compute = spec.flops(self.seq_len) * self.seconds_per_flop
         if spec.lane == "compute":
             return max(compute, self.least_compute)
-        travel = spec.exchanges * self.one_way if spec.exchanges else HOP_LATENCY
+        travel = HOP_LATENCY
+        if spec.exchanges:
+            travel = spec.exchanges * self.one_way
         return compute + travel

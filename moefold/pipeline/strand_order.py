@@ -22,6 +22,8 @@ run whenever the compute lane would wait.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -39,24 +41,27 @@ class StrandPiece:
 
 Strand = tuple[StrandPiece, ...]
 PieceKey = tuple[int, int]  # the number of a strand, and of a piece in it
+PieceEnds = dict[PieceKey, float]
+Costs = list[float]  # by piece of a strand
 
 
 @lru_cache(maxsize=256)
 def interleave_strands(strands: tuple[Strand, ...]) -> tuple[PieceKey, ...]:
     """The order in which to begin pieces: of those by two rules, the one that ends first by a simulated clock."""
-    costs_left = [costs_to_the_end(strand) for strand in strands]
-    pieces_left = [pieces_to_the_end(strand) for strand in strands]
-    orders = order_by_rule(strands, costs_left), order_by_rule(strands, pieces_left)
-    best = min(orders, key=end_of_order)
+    costs_left = list(map(costs_to_the_end, strands))
+    pieces_left = list(map(pieces_to_the_end, strands))
+    by_costs = order_by_rule(strands, costs_left)
+    by_pieces = order_by_rule(strands, pieces_left)
+    best = min(by_costs, by_pieces, key=end_of_order)
     return tuple(best)
 
 
-def order_by_rule(strands: tuple[Strand, ...], left: list[list[float]]) -> dict[PieceKey, float]:
+def order_by_rule(strands: Sequence[Strand], left: Sequence[Costs]) -> PieceEnds:
     """Pieces in the order in which they begin, with their ends. The next piece is the one that can begin first; of
     several, communication first, then the one with more `left` behind it."""
     lane_free = {"compute": 0.0, "comm": 0.0}
-    readers = [readers_of(strand) for strand in strands]
-    ends: dict[PieceKey, float] = {}
+    readers = list(map(readers_of, strands))
+    ends: PieceEnds = {}
     ready: list[PieceKey] = []
     for s, strand in enumerate(strands):
         for i, piece in enumerate(strand):
@@ -66,15 +71,19 @@ def order_by_rule(strands: tuple[Strand, ...], left: list[list[float]]) -> dict[
     def earliest_start(key: PieceKey) -> float:
         s, i = key
         piece = strands[s][i]
-        needed = [ends[s, need] for need in piece.needs]
-        free = lane_free[piece.lane]
-        return max(free, *needed, 0.0)
+        start = max(lane_free[piece.lane], 0.0)
+        for need in piece.needs:
+            needed = ends[s, need]
+            start = max(start, needed)
+        return start
 
     def priority(key: PieceKey) -> tuple[float, bool, float, PieceKey]:
         s, i = key
-        computes = strands[s][i].lane == "compute"
+        piece = strands[s][i]
         start = earliest_start(key)
-        return start, computes, -left[s][i], key
+        computes = piece.lane == "compute"
+        behind = left[s][i]
+        return start, computes, -behind, key
 
     while ready:
         key = min(ready, key=priority)
@@ -87,35 +96,38 @@ def order_by_rule(strands: tuple[Strand, ...], left: list[list[float]]) -> dict[
         for reader in readers[s][i]:
             needs = strands[s][reader].needs
             if all((s, need) in ends for need in needs):
-                ready.append((s, reader))
+                follower = s, reader
+                ready.append(follower)
     return ends
 
 
-def end_of_order(ends: dict[PieceKey, float]) -> float:
+def end_of_order(ends: PieceEnds) -> float:
     return max(ends.values(), default=0.0)
 
 
-def readers_of(strand: Strand) -> list[list[int]]:
+def readers_of(strand: Strand) -> dict[int, list[int]]:
     """By piece: the pieces that need it."""
-    readers: list[list[int]] = [[] for _ in strand]
+    readers = defaultdict[int, list[int]](list)
     for number, piece in enumerate(strand):
         for need in piece.needs:
             readers[need].append(number)
     return readers
 
 
-def costs_to_the_end(strand: Strand) -> list[float]:
+def costs_to_the_end(strand: Strand) -> Costs:
     """By piece: the cost of the longest chain from it to the end of the strand."""
     readers = readers_of(strand)
-    costs = [0.0] * len(strand)
-    for number in reversed(range(len(strand))):
-        behind = [costs[reader] for reader in readers[number]]
-        longest = max(behind, default=0.0)
+    pieces = len(strand)
+    costs = [0.0] * pieces
+    for number in reversed(range(pieces)):
+        longest = 0.0
+        for reader in readers[number]:
+            longest = max(longest, costs[reader])
         costs[number] = strand[number].cost + longest
     return costs
 
 
-def pieces_to_the_end(strand: Strand) -> list[float]:
+def pieces_to_the_end(strand: Strand) -> Costs:
     """By piece: how many pieces the longest chain from it to the end of the strand has."""
     even = [replace(piece, cost=1.0) for piece in strand]
     return costs_to_the_end(tuple(even))
@@ -127,11 +139,11 @@ def backward_strand(forward: Strand, compute_factor: float) -> Strand:
     last = len(forward) - 1
     readers = readers_of(forward)
     pieces: list[StrandPiece] = []
-    for number in reversed(range(len(forward))):
-        piece = forward[number]
+    for number, piece in reversed(list(enumerate(forward))):
         cost = piece.cost
         if piece.lane == "compute":
             cost *= compute_factor
-        needs = tuple(last - reader for reader in readers[number])
-        pieces.append(StrandPiece(piece.lane, cost, needs))
+        needs = [last - reader for reader in readers[number]]
+        backward = StrandPiece(piece.lane, cost, tuple(needs))
+        pieces.append(backward)
     return tuple(pieces)

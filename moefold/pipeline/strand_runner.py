@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,8 +11,10 @@ from moefold.comm.lanes import Lanes, Ticket
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.model.steps import Carry
 from moefold.observe.trace import SpanRecorder
-from moefold.pipeline.passage import Gradients, Passage
+from moefold.pipeline.passage import Carries, Gradients, Passage
 from moefold.pipeline.strand_order import PieceKey, Strand, interleave_strands
+
+DeferredQueue = list[DeferredWork]
 
 
 class StrandWork(Protocol):
@@ -34,10 +36,10 @@ class ForwardWork:
     passage: Passage
     pieces: Strand
 
-    def take_inputs(self, number: int) -> dict[int, Carry]:
+    def take_inputs(self, number: int) -> Carries:
         return self.passage.take_inputs(number)
 
-    def run(self, number: int, inputs: dict[int, Carry]) -> Carry:
+    def run(self, number: int, inputs: Carries) -> Carry:
         return self.passage.run_forward(number, inputs)
 
 
@@ -47,10 +49,11 @@ class BackwardWork:
 
     passage: Passage
     pieces: Strand
-    queue: list[DeferredWork] | None
+    queue: DeferredQueue | None
 
     def take_inputs(self, number: int) -> Gradients:
-        return self.passage.take_gradients(self.passage.last - number)
+        segment = self.passage.last - number
+        return self.passage.take_gradients(segment)
 
     def run(self, number: int, inputs: Gradients) -> Gradients:
         segment = self.passage.last - number
@@ -60,20 +63,21 @@ class BackwardWork:
             return self.passage.run_backward(segment, inputs)
 
 
+@dataclass
 class StrandRunner:
     """Runs strands interleaved. Whenever the compute lane would wait for the comm lane, it runs one of the `fillers`;
     the rest of them run at the end."""
 
-    def __init__(self, lanes: Lanes, spans: SpanRecorder, fillers: list[DeferredWork]):
-        self.lanes = lanes
-        self.spans = spans
-        self.fillers = fillers
-        self.under_way: dict[PieceKey, Ticket] = {}
+    lanes: Lanes
+    spans: SpanRecorder
+    fillers: DeferredQueue
+    under_way: dict[PieceKey, Ticket] = field(default_factory=dict[PieceKey, Ticket])
 
     def run(self, strands: Sequence[StrandWork]) -> None:
         pieces = tuple(strand.pieces for strand in strands)
         for strand, number in interleave_strands(pieces):
-            self.begin(strand, number, strands[strand])
+            work = strands[strand]
+            self.begin(strand, number, work)
         self.end()
 
     def begin(self, strand: int, number: int, work: StrandWork) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from moefold.anatomy.regions import regions_of
 from moefold.config.errors import UserError
-from moefold.config.memory_regions import REBUILT_REGIONS, outermost_regions
+from moefold.config.memory_regions import REBUILT_REGIONS, REGIONS, outermost_regions
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config, ModelConfig
 from moefold.plan.machine.gpu import Gpu
-from moefold.plan.options import PlanChoices
+from moefold.plan.options import PlanChoices, parse_regions
 from moefold.plan.request import PlanRequest
 
 NODE_GPUS = 8
@@ -44,20 +44,24 @@ def gpus_of_node(gpu: Gpu) -> int:
 def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     """The configuration in the planned precision, with the planned recompute, and with the steps of the token budget
     unless the request sets them."""
-    memory = replace(config.memory, recompute=runnable_recompute(config.model, choices))
+    recompute = runnable_regions(config.model, choices.recompute, REBUILT_REGIONS)
+    offload = runnable_regions(config.model, choices.offload, tuple(REGIONS))
+    memory = replace(config.memory, recompute=recompute, offload=offload)
     train = replace(config.train, precision=choices.precision)  # pyright: ignore[reportArgumentType]
     if "train.steps" not in r.fixed:
         step_tokens = train.global_batch * config.data.seq_len
-        train = replace(train, steps=math.ceil(r.tokens / step_tokens))
+        steps = math.ceil(r.tokens / step_tokens)
+        train = replace(train, steps=steps)
     return replace(config, train=train, memory=memory)
 
 
-def runnable_recompute(model: ModelConfig, choices: PlanChoices) -> tuple[str, ...]:
-    """The recomputed regions that the model has. Entries for some layers stay as they are."""
-    if any("@" in entry for entry in choices.recompute):
-        return choices.recompute
+def runnable_regions(model: ModelConfig, entries: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The regions of the entries that the model has. Entries for some layers stay as they are."""
+    if any("@" in entry for entry in entries):
+        return entries
     present = regions_of(model, {})
-    names = [name for name in REBUILT_REGIONS if name in choices.recomputed and name in present]
+    wanted = parse_regions(entries)
+    names = [name for name in known if name in wanted and name in present]
     return outermost_regions(names)
 
 

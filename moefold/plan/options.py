@@ -58,7 +58,6 @@ REGION_ALIASES = {  # names in other trainers
 TRAINER_VALUES: dict[str, tuple[object, ...]] = {  # values of `PlanChoices` that a run can have today
     "stack": ("moefold",),
     "precision": ("fp32", "bf16"),
-    "offload": ((),),
     "sharding": ("zero",),
     "quantized_weights": (False,),
     "states_on_host": (False,),
@@ -113,7 +112,7 @@ class PlanChoices:
     stack: StackName = key("moefold", "trainer whose layers are planned; trainers save different tensors for backward")
     precision: PrecisionName = key("bf16", "precision of weights, activations and GEMMs")
     recompute: tuple[str, ...] = key((), "regions whose outputs are recomputed in backward instead of saved")
-    offload: tuple[str, ...] = key((), "regions whose inputs are held in host memory between forward and backward")
+    offload: tuple[str, ...] = key((), "regions whose saved tensors are held in host memory until backward")
     sharding: Literal["none", "zero", "fsdp"] = key(
         "zero", "none; zero: optimizer state sharded (ZeRO-1); fsdp: weights and gradients sharded too"
     )
@@ -138,13 +137,12 @@ class PlanChoices:
 
     @property
     def not_in_trainer(self) -> list[str]:
-        """The choices that the trainer does not have yet, as `offload norm,activation`."""
+        """The choices that the trainer does not have yet, as `sharding fsdp`."""
         missing: list[str] = []
         for name, known in TRAINER_VALUES.items():
             value = getattr(self, name)
             if value not in known:
-                shown = ",".join(self.offload) if name == "offload" else value
-                missing.append(f"{name} {shown}")
+                missing.append(f"{name} {value}")
         if self.recomputed.difference(REBUILT_REGIONS):
             missing.append(f"recompute {','.join(self.recompute)}")
         return missing
@@ -157,11 +155,17 @@ class PlanChoices:
     def recomputed(self) -> frozenset[str]:
         return parse_regions(self.recompute)
 
-    def in_layer(self, layer: int) -> PlanChoices:
-        """The choices with the regions that are recomputed in a layer."""
-        if not any("@" in entry for entry in self.recompute):
+    def in_layer(self, layer: int, is_last: bool) -> PlanChoices:
+        """The choices with the regions that are recomputed and offloaded in a layer. The last layer offloads
+        nothing."""
+        offload = () if is_last else self.offload
+        entries = (*self.recompute, *offload)
+        names_layers = any("@" in entry for entry in entries)
+        if offload == self.offload and not names_layers:
             return self
-        return replace(self, recompute=tuple(sorted(regions_in_layer(self.recompute, layer))))
+        recomputed = sorted(regions_in_layer(self.recompute, layer))
+        offloaded = sorted(regions_in_layer(offload, layer))
+        return replace(self, recompute=tuple(recomputed), offload=tuple(offloaded))
 
     @cached_property
     def offloaded(self) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from moefold.anatomy.model_totals import total_parameters
 from moefold.config.errors import UserError
@@ -26,6 +27,7 @@ STATE_CHANGES = {  # of optimizer state, for the whole run
     "--optim.moments bf16": {"optim.moments": "bf16"},
     "--optim.main split": {"optim.main": "split"},
     "--optim.moments bf16 --optim.main split": {"optim.moments": "bf16", "optim.main": "split"},
+    "--optim.moments int8 --optim.main none": {"optim.moments": "int8", "optim.main": "none"},
 }
 
 
@@ -44,9 +46,14 @@ class Change:
     choices: PlanChoices
     gpus: int
 
+    def and_also(self, text: str) -> str:
+        """This change in words, and a further one."""
+        return f"{self.text} {text}".strip()
+
     def with_config(self, text: str, config: Config) -> Change:
         """This change, and a further one of the configuration."""
-        return replace(self, text=f"{self.text} {text}".strip(), config=config)
+        text = self.and_also(text)
+        return replace(self, text=text, config=config)
 
 
 def remedies_for_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> list[str]:
@@ -55,15 +62,18 @@ def remedies_for_layout(r: PlanRequest, config: Config, choices: PlanChoices) ->
     bases = [plan]
     if config.train.micro_batch > 1:
         train = replace(config.train, micro_batch=1)
-        bases.append(Change("--train.micro_batch 1", replace(config, train=train), choices, r.gpus))
+        smaller = replace(config, train=train)
+        bases.append(plan.with_config("--train.micro_batch 1", smaller))
     remedies: list[str] = []
     for base in bases:
         changes = [base, *layout_changes(base)]
         fitting = [change.text for change in changes if fits_as_changed(r, change)]
-        remedies += fitting[: SHOWN_REMEDIES - len(remedies)]
+        room = SHOWN_REMEDIES - len(remedies)
+        remedies += fitting[:room]
         enough = first_fitting(r, larger_clusters(base))
         if enough:
-            return [*remedies, enough.text]
+            remedies.append(enough.text)
+            break
     return remedies
 
 
@@ -79,7 +89,9 @@ def fits_as_changed(r: PlanRequest, change: Change) -> bool:
     if broken_rules(case):
         return False
     ranks = plan_memory(change.config, change.gpus, change.choices)
-    return fullest_rank(ranks).needed / GIB <= r.gpu.memory
+    fullest = fullest_rank(ranks)
+    gib = fullest.needed / GIB
+    return gib <= r.gpu.memory
 
 
 def layout_changes(plan: Change) -> Iterator[Change]:
@@ -87,24 +99,30 @@ def layout_changes(plan: Change) -> Iterator[Change]:
     for name in ("ep", "pp", "tp", "cp"):
         degree = 2 * getattr(config.parallel, name)
         parallel = replace(config.parallel, **{name: degree})
-        yield plan.with_config(f"--parallel.{name} {degree}", replace(config, parallel=parallel))
+        wider = replace(config, parallel=parallel)
+        yield plan.with_config(f"--parallel.{name} {degree}", wider)
     for text, values in STATE_CHANGES.items():
-        yield plan.with_config(text, with_values(config, values, {}))
+        leaner = with_values(config, values, {})
+        yield plan.with_config(text, leaner)
     for regions in RECOMPUTE_LADDER[1:]:
-        text = f"{plan.text} --recompute {','.join(regions)}".strip()
-        yield replace(plan, text=text, choices=replace(plan.choices, recompute=regions))
+        names = ",".join(regions)
+        text = plan.and_also(f"--recompute {names}")
+        choices = replace(plan.choices, recompute=regions)
+        yield replace(plan, text=text, choices=choices)
 
 
 def larger_clusters(plan: Change) -> Iterator[Change]:
     """The same layout on more GPUs, with the same batch for each."""
     for factor in GROWTH_FACTORS:
         gpus = plan.gpus * factor
-        grown = plan.with_config(f"--gpus {gpus}", grow_batch(plan.config, factor))
+        config = grow_batch(plan.config, factor)
+        grown = plan.with_config(f"--gpus {gpus}", config)
         yield replace(grown, gpus=gpus)
 
 
 def grow_batch(config: Config, factor: int) -> Config:
-    train = replace(config.train, global_batch=config.train.global_batch * factor)
+    batch = config.train.global_batch * factor
+    train = replace(config.train, global_batch=batch)
     return replace(config, train=train)
 
 
@@ -112,38 +130,49 @@ def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
     """The reasons why no layout is left, of which that of memory names the layout nearest to fitting, and what would
     fit."""
     reasons: list[str] = []
-    for reason, count in result.refusals.by_count()[:SHOWN_REASONS]:
-        reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
+    refusals = result.refusals
+    by_count = refusals.by_count()
+    for reason, count in by_count[:SHOWN_REASONS]:
+        example = refusals.examples[reason]
+        reasons.append(f"{count} x {reason} ({example})")
     problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}"
-    tried = f"of {result.layouts_tried} tried: {'; '.join(reasons)}"
-    remedies = search_remedies(r)
+    listed = "; ".join(reasons)
+    tried = f"of {result.layouts_tried} tried: {listed}"
+    remedies = ", or ".join(search_remedies(r))
     if not remedies:
         return f"{problem}, {tried}; fix fewer keys of the layout, or use more GPUs"
-    return f"{problem}, {tried}; what fits: {', or '.join(remedies)}"
+    return f"{problem}, {tried}; what fits: {remedies}"
 
 
 def search_remedies(r: PlanRequest) -> list[str]:
     """Changes with which some layout fits: of optimizer state, more GPUs, recompute."""
     remedies: list[str] = []
     for text, values in STATE_CHANGES.items():
+        if not r.fixed.isdisjoint(values):
+            continue
         changed = with_values(r.config, values, {})
-        if r.fixed.isdisjoint(values) and some_layout_fits(r, changed, r.gpus, r.fixed):
+        if some_layout_fits(r, changed, r.gpus, r.fixed):
             remedies.append(text)
             break
     for factor in GROWTH_FACTORS:
         more = r.gpus * factor
-        if some_layout_fits(r, grow_batch(r.config, factor), more, r.fixed):
+        grown = grow_batch(r.config, factor)
+        if some_layout_fits(r, grown, more, r.fixed):
             remedies.append(f"use {more} GPUs")
             break
-    if "recompute" in r.fixed and some_layout_fits(r, r.config, r.gpus, r.fixed - {"recompute"}):
+    free = r.fixed - {"recompute"}
+    if free != r.fixed and some_layout_fits(r, r.config, r.gpus, free):
         remedies.append("recompute, chosen by the search: leave --recompute and --memory.recompute out")
     return remedies
 
 
 def least_weights_gib(config: Config, choices: PlanChoices, gpus: int) -> float:
     """GiB of weights and gradients of a GPU if they were cut over all GPUs: no layout needs less."""
-    parameter = choices.recipe.wide + STATE_ELEMENT_BYTES[config.optim.gradients]
-    return total_parameters(config.model) * parameter / gpus / GIB
+    parameter = choices.recipe.wide
+    if config.optim.when == "step":
+        parameter += STATE_ELEMENT_BYTES[config.optim.gradients]
+    whole = total_parameters(config.model) * parameter
+    return whole / gpus / GIB
 
 
 def some_layout_fits(r: PlanRequest, config: Config, gpus: int, fixed: frozenset[str]) -> bool:
@@ -151,11 +180,13 @@ def some_layout_fits(r: PlanRequest, config: Config, gpus: int, fixed: frozenset
     if least_weights_gib(config, r.choices, gpus) > r.gpu.memory:
         return False
     search = LayoutSearch(gpus, r.gpu, r.choices, fixed)
+    roomy = ROOMY_SHARE * r.gpu.memory
     tight: list[Candidate] = []
     for candidate in search.feasible_candidates(config):
-        if candidate.gib > ROOMY_SHARE * r.gpu.memory:
+        if candidate.gib > roomy:
             tight.append(candidate)
         elif search.rank_candidate(candidate):
             return True
-    tight.sort(key=lambda candidate: candidate.gib)
-    return any(map(search.rank_candidate, tight[:CHECKED_CANDIDATES]))
+    tight.sort(key=attrgetter("gib"))
+    smallest = tight[:CHECKED_CANDIDATES]
+    return any(map(search.rank_candidate, smallest))

@@ -94,7 +94,8 @@ def read_request(raw: RawRequest) -> PlanRequest:
         choices = replace(choices, capability=gpu.capability)
     node = min(gpu.domain, gpus)
     choices = replace(choices, node=node)
-    choices = with_configured_recompute(config, choices)
+    choices = with_configured_regions(config, choices, "recompute")
+    choices = with_configured_regions(config, choices, "offload")
     fixed = set(config_values)
     if "recompute" in given or "memory.recompute" in given:
         fixed.add("recompute")
@@ -112,15 +113,16 @@ def read_request(raw: RawRequest) -> PlanRequest:
     )
 
 
-def with_configured_recompute(config: Config, choices: PlanChoices) -> PlanChoices:
-    """The choices with the regions that `memory.recompute` names, if it names any."""
-    configured = config.memory.recompute
-    if not configured or choices.recompute == configured:
+def with_configured_regions(config: Config, choices: PlanChoices, what: str) -> PlanChoices:
+    """The choices with the regions that `memory.recompute` or `memory.offload` names, if it names any."""
+    configured: tuple[str, ...] = getattr(config.memory, what)
+    chosen: tuple[str, ...] = getattr(choices, what)
+    if not configured or chosen == configured:
         return choices
-    if choices.recompute:
-        both = f"--recompute {','.join(choices.recompute)} and --memory.recompute {','.join(configured)}"
+    if chosen:
+        both = f"--{what} {','.join(chosen)} and --memory.{what} {','.join(configured)}"
         raise UserError(f"{both} name different regions; leave one of them out")
-    return replace(choices, recompute=configured)
+    return replace(choices, **{what: configured})
 
 
 def check_recipe_kernels(config: Config, gpu: Gpu) -> None:
@@ -195,11 +197,12 @@ def flag_is_set(given: RawRequest, name: str) -> bool:
 def read_whole_number(raw: Any, name: str, most: int) -> int:
     text = str(raw).replace("_", "")
     is_number = text.isascii() and text.isdigit()
-    few_digits = text[:WHOLE_NUMBER_DIGITS]
-    if not is_number or not 1 <= int(few_digits) <= most:
+    digits = text.lstrip("0")
+    is_short = 1 <= len(digits) <= WHOLE_NUMBER_DIGITS
+    if not is_number or not is_short or int(digits) > most:
         expected = f"expected a whole number from 1 to {most}, such as 8"
         raise UserError(f"{name} = {printable_value(raw)} is not legal; {expected}")
-    return int(text)
+    return int(digits)
 
 
 def read_positive_number(raw: Any, name: str) -> float:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import NamedTuple
 
 from moefold.config.rule import ConfigOnRanks
@@ -186,7 +188,9 @@ def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) ->
         )
         # Dense and expert degrees each have to divide the ranks of a stage.
         for tp, cp, ep, etp in grids:
-            if ranks % (tp * cp) or ranks % (ep * etp):
+            dense_ranks = tp * cp
+            expert_ranks = ep * etp
+            if ranks % dense_ranks or ranks % expert_ranks:
                 continue
             if "parallel.etp" in fixed or spreads_whole_experts(base, ep, etp):
                 parallel = replace(p, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
@@ -251,8 +255,8 @@ class LayoutSearch:
         if "recompute" in fixed:
             rungs = (choices.recompute,)
         self.ladder = [replace(choices, recompute=rung) for rung in rungs]
-        self.seconds_cache: dict[CacheKey, dict[PieceKind, StageSeconds]] = {}
-        self.memory_cache: dict[CacheKey, dict[PieceKind, StageMemory]] = {}
+        self.seconds_cache = defaultdict[CacheKey, dict[PieceKind, StageSeconds]](dict)
+        self.memory_cache = defaultdict[CacheKey, dict[PieceKind, StageMemory]](dict)
         self.dispatcher_cache: dict[CacheKey, str] = {}
         self.cut_cache: dict[tuple[int, int], PipelineCut] = {}
         self.refusals = Refusals()
@@ -271,7 +275,7 @@ class LayoutSearch:
             fsdp_ranks = s.degrees["dp"]
         grid = grid_cache_key(s.config)
         key = (*grid, s.choices.recompute, fsdp_ranks)
-        seconds = self.seconds_cache.setdefault(key, {})
+        seconds = self.seconds_cache[key]
         missing = [kind for kind in cut.kinds if kind not in seconds]
         if missing:
             clock = StepClock(s, self.gpu)
@@ -284,7 +288,7 @@ class LayoutSearch:
         of_pipeline = (portion.defers_wgrad, portion.accumulates)
         grid = grid_cache_key(s.config)
         key = (*grid, s.choices.recompute, *of_pipeline)
-        memory = self.memory_cache.setdefault(key, {})
+        memory = self.memory_cache[key]
         for kind in cut.kinds:
             if kind not in memory:
                 memory[kind] = measure_piece(s, kind)
@@ -295,7 +299,8 @@ class LayoutSearch:
         if key not in self.dispatcher_cache:
             least_recompute = self.ladder[0]
             chosen, _ = with_dispatcher(config, least_recompute, self.gpu, self.world)
-            self.dispatcher_cache[key] = chosen.parallel.dispatcher
+            dispatcher = chosen.parallel.dispatcher
+            self.dispatcher_cache[key] = dispatcher
         dispatcher = self.dispatcher_cache[key]
         parallel = replace(config.parallel, dispatcher=dispatcher)  # pyright: ignore[reportArgumentType]
         return replace(config, parallel=parallel)
@@ -363,7 +368,8 @@ class LayoutSearch:
         config = self.with_chosen_dispatcher(candidate.config)
         setting = build_run_setting(config, self.world, candidate.choices)
         memory = memory_by_rank(setting)
-        needed = fullest_rank(memory).needed / GIB
+        fullest = fullest_rank(memory)
+        needed = fullest.needed / GIB
         if needed > self.gpu.memory:
             misfit = MisfitLayout(candidate.config, candidate.choices, needed)
             self.refusals.add_misfit(misfit, self.gpu.memory)
@@ -424,7 +430,7 @@ def search_layouts(
     candidates = list(search.feasible_candidates(base))
     race = LayoutRace(search, candidates, best)
     race.run()
-    ranked = sorted(race.ranked, key=lambda layout: layout.seconds)
+    ranked = sorted(race.ranked, key=attrgetter("seconds"))
     front = find_pareto_front(ranked)
     return SearchResult(ranked[:best], front, search.refusals, search.layouts_tried)
 

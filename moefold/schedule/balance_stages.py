@@ -58,9 +58,11 @@ def cut_into_stages(cumulative: Costs, stages: int, limit: float, join: JoinCost
         starts_by_stage.append(starts)
 
     # The last stage ends with the last piece; each start is the end of the stage before.
-    bounds = [pieces]
+    end = pieces
+    bounds = [end]
     for starts in reversed(starts_by_stage):
-        bounds.append(starts[bounds[-1]])
+        end = starts[end]
+        bounds.append(end)
     bounds.reverse()
     return best[pieces], bounds
 
@@ -74,10 +76,11 @@ def extend_by_one_stage(
     values = [math.inf] * (pieces + 1)
     starts = [0] * (pieces + 1)
     first_start = ends[0] - 1
+    most = limit * ROUNDING_SLACK
     for end in ends:
         for start in reversed(range(first_start, end)):
             cost = cumulative[end] - cumulative[start]
-            if cost > limit * ROUNDING_SLACK:
+            if cost > most:
                 break  # costs are not negative: an earlier start only adds
             value = join(best[start], cost)
             if value < values[end]:

@@ -54,7 +54,8 @@ def op_dependencies(op: PipelineOp, last_stage: int) -> list[PipelineOp]:
     if kind == "D":
         needs = [PipelineOp("F", stage, microbatch)]
         if stage < last_stage:
-            needs.append(PipelineOp("D", stage + 1, microbatch))
+            following = PipelineOp("D", stage + 1, microbatch)
+            needs.append(following)
         return needs
     if stage == 0:
         return []
@@ -239,7 +240,8 @@ def find_scattered_stages(program: Program) -> list[str]:
     problems: list[str] = []
     for stage, ranks in sorted(homes.items()):
         if len(ranks) > 1:
-            names = ", ".join(map(str, sorted(ranks)))
+            listed = map(str, sorted(ranks))
+            names = ", ".join(listed)
             problems.append(f"stage {stage} runs on ranks {names}; expected one: its weights are there")
     return problems
 

@@ -81,11 +81,14 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Program:
         backwards: RankSlots = []
         for chunk, m in order:
             last_chunk_first = chunks - 1 - chunk
-            forwards.append(forward_slot(stages[chunk], m))
-            backwards.append(backward_slot(stages[last_chunk_first], m))
+            forward = forward_slot(stages[chunk], m)
+            backward = backward_slot(stages[last_chunk_first], m)
+            forwards.append(forward)
+            backwards.append(backward)
         later_ranks = ranks - rank - 1
         warmup = 2 * later_ranks + (chunks - 1) * largest_group
-        program.append(warm_up_and_alternate(forwards, backwards, warmup))
+        slots = warm_up_and_alternate(forwards, backwards, warmup)
+        program.append(slots)
     return program
 
 

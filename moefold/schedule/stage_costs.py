@@ -103,9 +103,10 @@ class StageCostsReader:
 
     def check_held_within_saved(self, held: StageValues, saved: StageValues) -> None:
         """Reports the first stage that holds more until W than F saved."""
-        for stage in range(self.stages):
-            if held[stage] > saved[stage]:
-                excess = f"bytes.held is {held[stage]:g} on stage {stage}, more than bytes.saved, {saved[stage]:g}"
+        both = zip(held, saved, strict=False)
+        for stage, (part, whole) in enumerate(both):
+            if part > whole:
+                excess = f"bytes.held is {part:g} on stage {stage}, more than bytes.saved, {whole:g}"
                 self.problems.append(f"{excess}, of which it is a part; lower held or raise saved")
                 return
 
@@ -114,11 +115,12 @@ class StageCostsReader:
         for name in tree:
             if name in names:
                 continue
+            text = str(name)
             guess = ""
-            close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
             if close:
                 guess = f' (did you mean "{prefix}{close[0]}"?)'
-            shown = printable_text(prefix + str(name))
+            shown = printable_text(prefix + text)
             self.problems.append(f'no cost "{shown}"{guess}; there are: {known}')
 
     def read_section(self, tree: CostTree, name: str, names: Sequence[str]) -> CostTree:
@@ -154,7 +156,8 @@ class StageCostsReader:
             return default
         values: list[float] = []
         for stage, raw in enumerate(numbers):
-            values.append(self.read_number(raw, f"{path}[{stage}]"))
+            value = self.read_number(raw, f"{path}[{stage}]")
+            values.append(value)
         return values
 
     def values_by_piece(self, raw: CostTree, path: str, default: StageValues) -> StageValues:
@@ -163,11 +166,13 @@ class StageCostsReader:
             problem = f"{path} is given by piece, but there is no layout"
             self.problems.append(f"{problem}; add one, or give a number or a list")
             return default
-        self.check_names(raw, list(PIECE_LETTERS), path + ".")
-        costs = dict.fromkeys(PIECE_LETTERS, 0.0)
-        for piece in PIECE_LETTERS:
+        letters = list(PIECE_LETTERS)
+        self.check_names(raw, letters, path + ".")
+        costs = dict.fromkeys(letters, 0.0)
+        for piece in letters:
             if piece in raw:
-                costs[piece] = self.read_number(raw[piece], f"{path}.{piece}")
+                number = raw[piece]
+                costs[piece] = self.read_number(number, f"{path}.{piece}")
         values: list[float] = []
         for pieces in self.layout.stages:
             piece_costs = map(costs.__getitem__, pieces)

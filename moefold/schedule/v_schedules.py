@@ -24,7 +24,8 @@ def zero_bubble_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     enough = max(microbatches, 2 * ranks - 1)
     program: Program = []
     for rank in range(ranks):
-        program.append(zero_bubble_v_rank(rank, ranks, enough))
+        slots = zero_bubble_v_rank(rank, ranks, enough)
+        program.append(slots)
     return drop_extra_microbatches(program, microbatches)
 
 
@@ -72,7 +73,8 @@ def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     enough = max(microbatches, 2 * ranks)
     program: Program = []
     for rank in range(ranks):
-        program.append(dualpipe_v_rank(rank, ranks, enough))
+        slots = dualpipe_v_rank(rank, ranks, enough)
+        program.append(slots)
     return drop_extra_microbatches(program, microbatches)
 
 
@@ -127,16 +129,18 @@ class SlotWriter:
         """One slot: "F", "D", "W", "DW", or "FDW" with the forward on `stage` and the backward on `backward_stage`."""
         ops: list[PipelineOp] = []
         if "F" in kinds:
-            ops.append(self.next_op("F", stage))
+            forward = self.next_op("F", stage)
+            ops.append(forward)
         if backward_stage is not None:
             stage = backward_stage
         if "D" in kinds:
             data_grad = self.next_op("D", stage)
             ops.append(data_grad)
-            wgrad = PipelineOp("W", stage, data_grad.microbatch)
+            wgrad = data_grad._replace(kind="W")
             self.deferred.append(wgrad)
         if "W" in kinds:
-            ops.append(self.oldest_wgrad(stage))
+            oldest = self.oldest_wgrad(stage)
+            ops.append(oldest)
         self.slots.append(tuple(ops))
 
     def add_data_and_weight_grad(self, stage: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
-from moefold.layout.fold import Digit, Grid, fold_into_grids, group_of_rank, split_by_node
+from moefold.layout.fold import Digit, Grid, fold_into_grids, group_of_rank, split_by_node, split_outermost
 
 
 def groups(grid: Grid, *axes: str) -> list[tuple[int, ...]]:
@@ -131,3 +131,17 @@ def test_nodes_cut_the_groups_of_an_axis(
 ):
     assert split_by_node((Digit(*axis),), node_size) == (tuple(inside), tuple(across))
     assert split_by_node((), node_size) == ((), ())
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("partition", [(), (Digit(1, 8),), (Digit(2, 4),), (Digit(4, 2), Digit(1, 2)), (Digit(1, 6),)])
+def test_copies_cut_groups_into_equal_parts_of_neighbours(partition: tuple[Digit, ...], copies: int):
+    inside, across = split_outermost(partition, copies)
+    for rank in range(16):
+        whole = group_of_rank(partition, rank)
+        part, same_place = group_of_rank(inside, rank), group_of_rank(across, rank)
+        assert len(part) * len(same_place) == len(whole)
+        assert copies % len(same_place) == 0
+        assert {member for each in same_place for member in group_of_rank(inside, each)} == set(whole)
+        begin = list(whole).index(part[0])
+        assert list(whole)[begin : begin + len(part)] == list(part)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
 
 ONE = LossWeights(torch.ones(1, dtype=torch.float64), torch.ones((), dtype=torch.float64))
-WIDE = 32768  # of shared experts that take longer than a plan and less than an exchange
+WIDE = 65536  # of shared experts that take much longer than to wake a thread
 DELAY = 0.05  # seconds of an exchange; work of a step takes a few milliseconds
 
 
@@ -185,17 +186,17 @@ def test_a_trace_shows_shared_experts_inside_the_travel_of_their_own_microbatch_
             of_kind = [e for e in events if " " in e.name and e.name.split()[1][0] == kind]
             shared = [e for e in of_kind if e.name.startswith("shared")]
             assert len(shared) == passes
-            inside = 0.0
-            beside: list[str] = []
+            beside: set[str] = set()
+            hidden: list[float] = []  # of the shorter of the two, exchanges and shared experts
             for each in shared:
                 mine = [e for e in of_kind if e.lane == "comm" and e.name.split()[1] == each.name.split()[1]]
-                inside += sum(overlap(each, e) for e in mine)
-                beside += [e.name.split()[0] for e in mine if overlap(each, e) > 0]
+                beside |= {e.name.split()[0] for e in mine if overlap(each, e) > 0}
+                longest = min(DELAY, each.end - each.start)
+                hidden.append(sum(overlap(each, e) for e in mine) / longest)
             # Forward, a plan that waits for the other rank's counts may take as long as the shared experts.
             expected = {"plan", "dispatch"} if kind == "F" else {"combine"}
-            assert set(beside) == expected
-            whole = sum(e.end - e.start for e in shared)
-            assert inside >= 0.8 * whole, f"{kind}: {inside / whole:.0%} of the shared experts' time lies in travel"
+            assert beside == expected
+            assert median(hidden) >= 0.8, f"{kind}: {median(hidden):.0%} of what can be hidden is hidden"
 
 
 def gradients_both_ways(world: World, way: PipelineConfig, latent: int) -> list[tuple[list[Any], list[float]]]:

@@ -35,7 +35,8 @@ def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
     if step == "attend" and s.portion.cp > 1:
         forward, backward = context_parallel_bytes(s)
         context = s.portion.context
-        traffic.append(AxisTraffic(step, "cp", context, forward, backward))
+        over_cp = AxisTraffic(step, "cp", context, forward, backward)
+        traffic.append(over_cp)
     if step in ("dispatch", "combine"):
         traffic += expert_parallel_bytes(step, s)
     return traffic
@@ -82,8 +83,10 @@ def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
         gathered = keys * again
         return gathered, gathered
     if s.portion.context == "ring":
+        forward = keys * again
         gradients = FP32_BYTES * cp
-        return keys * again, keys * (again + gradients)
+        backward = keys * (again + gradients)
+        return forward, backward
 
     # An all-to-all of heads inside a node, a ring of keys between nodes.
     inside = cp
@@ -111,7 +114,8 @@ def expert_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     for axis, what, elements in expert_parallel_elements(s):
         forward = elements * forward_bytes
         backward = elements * wide
-        traffic.append(AxisTraffic(step, axis, what, forward, backward))
+        sent = AxisTraffic(step, axis, what, forward, backward)
+        traffic.append(sent)
     return traffic
 
 

@@ -10,6 +10,7 @@ A test compares them with the tensors of a real model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import ceil, prod
 
 from moefold.anatomy.products import GROUPED_PRODUCTS
@@ -49,14 +50,19 @@ def copy_bytes(weight: WeightSpec, recipe: RecipeSpec, s: RankShapes) -> float:
     experts = outer.pop(0) if weight.name in GROUPED_PRODUCTS else 1
     outputs = prod(outer)
     if recipe.is_emulated:
-        return experts * 2 * outputs * inputs * MICRO_VALUE_BYTES[recipe.format]
+        value = MICRO_VALUE_BYTES[recipe.format]
+        return experts * 2 * outputs * inputs * value
+    output_blocks = ceil(outputs / SCALE_BLOCK)
+    input_blocks = ceil(inputs / SCALE_BLOCK)
     scales = {
         "none": 0,
         "expert": 2,
         "channel": outputs + inputs,
-        "block": 2 * ceil(outputs / SCALE_BLOCK) * ceil(inputs / SCALE_BLOCK),
+        "block": 2 * output_blocks * input_blocks,
     }
-    return experts * (2 * outputs * inputs + SCALE_BYTES * scales[recipe.weight])
+    values = 2 * outputs * inputs
+    scale_bytes = SCALE_BYTES * scales[recipe.weight]
+    return experts * (values + scale_bytes)
 
 
 def quantise_pass_bytes(recipe: RecipeSpec, copies: int, s: RankShapes) -> float:
@@ -105,28 +111,37 @@ def operands_of_group(group: Sequence[str], s: RankShapes) -> list[RecipeSpec]:
     otherwise one for each."""
     specs = s.products.specs_of(group)
     quantised = [spec for spec in specs if spec.quantises]
-    shared = s.chosen_implementation("linear") != "reference" and len(set(specs)) == 1
-    return quantised[:1] if shared else quantised
+    one_op = s.chosen_implementation("linear") != "reference"
+    one_recipe = len(set(specs)) == 1
+    return quantised[:1] if one_op and one_recipe else quantised
+
+
+def operands_of_groups(groups: ProductGroups, s: RankShapes) -> list[RecipeSpec]:
+    operands: list[RecipeSpec] = []
+    for group in groups:
+        operands += operands_of_group(group, s)
+    return operands
 
 
 def count_operands(groups: ProductGroups, s: RankShapes) -> int:
-    return sum(len(operands_of_group(group, s)) for group in groups)
+    return len(operands_of_groups(groups, s))
 
 
 def count_copies(groups: ProductGroups, s: RankShapes) -> float:
     """Copies along columns, in the size of one in FP8."""
-    specs = [spec for group in groups for spec in operands_of_group(group, s)]
-    return sum(relative_copy_size(spec) for spec in specs)
+    operands = operands_of_groups(groups, s)
+    return sum(map(relative_copy_size, operands))
 
 
 def relative_copy_size(recipe: RecipeSpec) -> float:
     if recipe.columns == "none":
         return 0.0
-    return MICRO_VALUE_BYTES.get(recipe.format, FP8_COLUMN_BYTES) / FP8_COLUMN_BYTES
+    value = MICRO_VALUE_BYTES.get(recipe.format, FP8_COLUMN_BYTES)
+    return value / FP8_COLUMN_BYTES
 
 
 def keeps_input_of(groups: ProductGroups) -> ShapeCondition:
-    places = [place for group in groups for place in group]
+    places = list(chain.from_iterable(groups))
 
     def keeps_input(s: RankShapes) -> bool:
         return s.products.keeps_input(places)
@@ -140,7 +155,7 @@ def add_product_input(
     rows: ShapeFunction,
     width: ShapeFunction,
     *groups: Sequence[str],
-    read_by: str = "",
+    read_by: tuple[str, ...] = (),
     made_by: str = "",
     experts: ShapeFunction = one_expert,
 ) -> None:
@@ -205,20 +220,22 @@ def quantises_activation_later(s: RankShapes) -> bool:
 
 
 def add_expert_preactivation(table: TensorTable) -> None:
-    table.only(fp8_expert_wgrad).add(
-        "pre-activation", expert_rows_in_tiles, expert_preactivation_width, "fp8", read_by="activation"
-    )
-    table.only(wide_expert_wgrad).add(
-        "pre-activation", expert_rows_in_tiles, expert_preactivation_width, read_by="activation"
-    )
-    table.only(fused_fp8_experts).add("tiles", expert_tiles, tile_width, "tiles")
+    read = table.read_by("activation")
+    in_fp8 = read.only(fp8_expert_wgrad)
+    in_fp8.add("pre-activation", expert_rows_in_tiles, expert_preactivation_width, "fp8")
+    wide = read.only(wide_expert_wgrad)
+    wide.add("pre-activation", expert_rows_in_tiles, expert_preactivation_width)
+    fused = table.only(fused_fp8_experts)
+    fused.add("tiles", expert_tiles, tile_width, "tiles")
 
 
 def add_recomputed_activation(table: TensorTable) -> None:
     """Add the activation that a deferred weight gradient reads."""
     name = "activation, recomputed"
-    table.only(fp8_expert_wgrad).add(name, expert_rows_in_tiles, expert_inner_width, "fp8")
-    table.only(wide_expert_wgrad).add(name, expert_rows_in_tiles, expert_inner_width)
+    in_fp8 = table.only(fp8_expert_wgrad)
+    in_fp8.add(name, expert_rows_in_tiles, expert_inner_width, "fp8")
+    wide = table.only(wide_expert_wgrad)
+    wide.add(name, expert_rows_in_tiles, expert_inner_width)
 
 
 def copies_of_gradient(s: RankShapes) -> int:
@@ -314,13 +331,15 @@ def fp8_product_backward(place: str, rows: ShapeFunction, width: ShapeFunction) 
     """Working set of a dense product's backward: the gradient of its output, and its copies in FP8."""
 
     def in_fp8(s: RankShapes) -> bool:
-        return s.products.spec(place).quantises
+        recipe = s.products.spec(place)
+        return recipe.quantises
 
     def rows_in_tiles(s: RankShapes) -> float:
         return padded_rows(rows(s), 1)
 
     def width_of_copies(s: RankShapes) -> float:
-        copies = 1 if s.products.spec(place).columns == "none" else 2
+        recipe = s.products.spec(place)
+        copies = 1 if recipe.columns == "none" else 2
         return width(s) * copies
 
     table = TensorTable().only(in_fp8)

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
 from moefold.anatomy.products import product_place
 from moefold.anatomy.step_specs import (
@@ -114,12 +115,27 @@ class StepCount:
 
     @property
     def kept(self) -> float:
-        return sum(tensor.bytes for tensor in self.kept_tensors)
+        return self.bytes_with_fate("kept")
 
     @property
     def restored(self) -> float:
         """Bytes of tensors that are recomputed in backward, or copied back from the host."""
-        return sum(tensor.bytes for tensor in self.saved if tensor.fate != "kept")
+        return self.bytes_with_fate("recomputed", "offloaded")
+
+    @property
+    def recomputed(self) -> float:
+        return self.bytes_with_fate("recomputed")
+
+    @property
+    def offloaded(self) -> float:
+        return self.bytes_with_fate("offloaded")
+
+    def bytes_with_fate(self, *fates: str) -> float:
+        total = 0
+        for tensor in self.saved:
+            if tensor.fate in fates:
+                total += tensor.bytes
+        return total
 
     @property
     def name(self) -> str:
@@ -142,15 +158,27 @@ class PieceCount:
     def restored_bytes(self) -> float:
         return sum(step.restored for step in self.steps)
 
-    def restored_at(self, step: StepCount) -> float:
-        """Bytes restored when backward comes to a step: those of the step, and of steps before it with which it is
+    @cached_property
+    def offloaded(self) -> float:
+        return sum(step.offloaded for step in self.steps)
+
+    def offloaded_through(self, step: StepCount) -> float:
+        """Bytes that the steps up to this one offload."""
+        number = self.steps.index(step)
+        steps = self.steps[: number + 1]
+        return sum(earlier.offloaded for earlier in steps)
+
+    def recomputed_at(self, step: StepCount) -> float:
+        """Bytes recomputed when backward comes to a step: those of the step, and of steps before it with which it is
         recomputed, or whose output it reads. Attention by itself, unless whole layers are recomputed."""
         number = self.steps.index(step)
-        first = 0
-        if not self.recomputes_layers:
-            attends = [place for place, other in enumerate(self.steps) if other.name == "attend"]
-            first = max((place + 1 for place in attends if place < number), default=0)
-        return sum(earlier.restored for earlier in self.steps[first : number + 1])
+        together: list[StepCount] = []
+        for earlier in self.steps[:number]:
+            together.append(earlier)
+            if earlier.name == "attend" and not self.recomputes_layers:
+                together.clear()
+        together.append(step)
+        return sum(other.recomputed for other in together)
 
     @cached_property
     def parameters(self) -> Counter[ParameterClass]:
@@ -161,19 +189,43 @@ class PieceCount:
         return total
 
 
+class LayerKind(NamedTuple):
+    """What tells the costs of layers apart."""
+
+    is_moe: bool
+    window: int
+    recipes: LayerRecipes
+    recomputed: frozenset[str]
+    offloaded: frozenset[str]
+
+
 @lru_cache(maxsize=256)
 def first_alike_layers(
-    model: ModelConfig, precision: PrecisionConfig = PLAIN_PRECISION, recompute: tuple[str, ...] = ()
+    model: ModelConfig,
+    precision: PrecisionConfig = PLAIN_PRECISION,
+    recompute: tuple[str, ...] = (),
+    offload: tuple[str, ...] = (),
 ) -> tuple[int, ...]:
-    """For each layer, the first layer of the same kind (dense or MoE, sliding window, recipes, recomputed regions). MTP
-    layers come last."""
-    first: dict[tuple[bool, int, LayerRecipes, frozenset[str]], int] = {}
+    """For each layer, the first layer of the same kind (dense or MoE, sliding window, recipes, recomputed and offloaded
+    regions). MTP layers come last."""
+    first: dict[LayerKind, int] = {}
     alike: list[int] = []
-    for layer, recipes in enumerate(recipes_of_layers(model, precision)):
-        regions = regions_in_layer(recompute, layer)
-        kind = (is_moe_layer(model, layer), sliding_window_of(model, layer), recipes, regions)
-        alike.append(first.setdefault(kind, layer))
+    recipes_by_layer = recipes_of_layers(model, precision)
+    for layer, recipes in enumerate(recipes_by_layer):
+        kind = LayerKind(
+            is_moe=is_moe_layer(model, layer),
+            window=sliding_window_of(model, layer),
+            recipes=recipes,
+            recomputed=regions_in_layer(recompute, layer),
+            offloaded=frozenset() if is_last_layer(model, layer) else regions_in_layer(offload, layer),
+        )
+        same = first.setdefault(kind, layer)
+        alike.append(same)
     return tuple(alike)
+
+
+def is_last_layer(model: ModelConfig, layer: int) -> bool:
+    return layer == model.layers + model.mtp - 1
 
 
 @lru_cache(maxsize=65_536)
@@ -181,7 +233,9 @@ def count_piece(
     model: ModelConfig, piece: str, layer: int, portion: RankPortion, choices: PlanChoices, load: float = 1.0
 ) -> PieceCount:
     """Costs of a piece: E the embedding, t a layer, m an MTP layer, L the head. `load` as in RankShapes."""
-    choices = choices.in_layer(layer)
+    outside = piece in ("E", "L")
+    is_last = outside or is_last_layer(model, layer)
+    choices = choices.in_layer(layer, is_last)
     specs = piece_steps(model, piece, layer)
     window = sliding_window_of(model, layer)
     products = recipes_of_layers(model, portion.precision)[layer]
@@ -189,8 +243,11 @@ def count_piece(
     saved = saved_by_steps(specs, shapes)
     steps: list[StepCount] = []
     for spec in specs:
-        steps.append(count_step(spec, shapes, saved[spec.name]))
-    return PieceCount(piece, tuple(steps), "layer" in choices.recomputed)
+        tensors = saved[spec.name]
+        step = count_step(spec, shapes, tensors)
+        steps.append(step)
+    recomputes_layers = "layer" in choices.recomputed
+    return PieceCount(piece, tuple(steps), recomputes_layers)
 
 
 def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
@@ -207,26 +264,32 @@ def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
 def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
-    quantized = copies = requantised = 0.0
+    quantized = 0.0
+    copies = 0.0
+    requantised = 0.0
+    has_copies = s.recipe.copies and spec.name not in UNQUANTIZED_STEPS
     # Parameters on the rank, by the axes that shard them.
     for weight in spec.weights:
-        held = prod(weight.part(s.portion.degrees))
+        part = weight.part(s.portion.degrees)
+        held = prod(part)
         axes = tuple(axis for _, axis in weight.cut)
         grid = "expert" if "ep" in axes else "dense"
         parameters[grid, axes] += held  # pyright: ignore[reportArgumentType]
-        recipe = s.products.spec(product_place(weight.name))
+        recipe = recipe_of_weight(weight, s)
         if recipe.quantises:
             copies += copy_bytes(weight, recipe, s)
             requantised += held * quantise_pass_bytes(recipe, 2, s)
             quantized += held
-        elif s.recipe.copies and is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
+        elif has_copies and is_weight_matrix(weight):
             quantized += held
             copies += held * s.recipe.copies
-    attention_flops = s.T * 2 * spec.context * spec.seen(s.S)
+    seen = spec.seen(s.S)
+    attention_flops = s.T * 2 * spec.context * seen
     forward_working = stack.working_bytes(spec.name, "F", s)
     backward_working = stack.working_bytes(spec.name, "B", s)
     gemms = tuple(gemms_of_step(spec, s))
-    waiting = deferred_product_bytes(gemms, saved, s) + stack.waiting_bytes(spec.name, s)
+    waiting_products = deferred_product_bytes(gemms, saved, s)
+    waiting = waiting_products + stack.waiting_bytes(spec.name, s)
     return StepCount(
         spec=spec,
         parameters=tuple(parameters.items()),
@@ -243,11 +306,17 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     )
 
 
+def recipe_of_weight(weight: WeightSpec, s: RankShapes) -> RecipeSpec:
+    place = product_place(weight.name)
+    return s.products.spec(place)
+
+
 def deferred_product_bytes(gemms: Gemms, saved: SavedTensors, s: RankShapes) -> float:
     """Bytes that deferred weight gradients of linear layers hold: inputs, also recomputed ones, and gradients of
     outputs. Router and head compute their weight gradients at once."""
     inputs = sum(tensor.bytes for tensor in saved if tensor.linear)
-    outputs = quantised = 0.0
+    outputs = 0.0
+    quantised = 0.0
     for gemm in gemms:
         if gemm.recipe.quantises:
             quantised += gradient_copy_bytes(gemm, s)
@@ -262,16 +331,21 @@ def gradient_copy_bytes(gemm: Gemm, s: RankShapes) -> float:
     total = gemm.rows * gemm.groups
     in_tiles = padded_rows(total, gemm.groups)
     is_fused = gemm.kind == "grouped" and s.fuses_experts
-    tiles = 0.0 if is_fused else tile_count(total, gemm.groups) * TILE_NUMBERS
+    tiles = 0.0
+    if not is_fused:
+        tiles = tile_count(total, gemm.groups) * TILE_NUMBERS
     table = tiles * FIXED_ELEMENT_BYTES["tiles"]
     if gemm.recipe.columns != "none":
-        return in_tiles * gemm.n * FIXED_ELEMENT_BYTES["columns"] + table
+        copy = in_tiles * gemm.n * FIXED_ELEMENT_BYTES["columns"]
+        return copy + table
     held = in_tiles if is_fused else total
-    return held * gemm.n * s.recipe.wide + table
+    gradient = held * gemm.n * s.recipe.wide
+    return gradient + table
 
 
 def is_weight_matrix(weight: WeightSpec) -> bool:
-    return len(weight.shape) > 1 and not weight.name.endswith("bias")
+    is_bias = weight.name.endswith("bias")
+    return len(weight.shape) > 1 and not is_bias
 
 
 def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
@@ -280,23 +354,25 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
         return []
     if spec.name == "predict":
         heads = 1 + s.model.mtp
-        return [Gemm("head", "head", s.C, s.P, s.D, times=heads)]
+        head = Gemm("head", "head", s.C, s.P, s.D, times=heads)
+        return [head]
     gemms: list[Gemm] = []
     matrices = filter(is_weight_matrix, spec.weights)
     for weight in matrices:
         *outer, k = weight.part(s.portion.degrees)
         axes = [axis for _, axis in weight.cut]
         name = gemm_name(weight)
-        recipe = s.products.spec(product_place(weight.name))
+        recipe = recipe_of_weight(weight, s)
         if "ep" in axes:
             rows_per_expert = s.R / s.e
             n = prod(outer[1:])
-            gemms.append(Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e, recipe=recipe))
+            gemm = Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e, recipe=recipe)
         else:
             kind = "router" if spec.name == "route" else "dense"
             rows = s.C if "tp" in axes else s.T
             n = prod(outer)
-            gemms.append(Gemm(name, kind, rows, n, k, recipe=recipe))
+            gemm = Gemm(name, kind, rows, n, k, recipe=recipe)
+        gemms.append(gemm)
     return gemms
 
 
@@ -311,7 +387,8 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
     saved: dict[str, list[SavedActivation]] = {}
     for spec in specs:
         saved[spec.name] = []
-    for entry in LAYER_STACKS[s.choices.stack].saved:
+    stack = LAYER_STACKS[s.choices.stack]
+    for entry in stack.saved:
         if entry.step not in saved or not entry.condition(s):
             continue
         tensor = SavedActivation(
@@ -338,6 +415,13 @@ def tensor_fate(entry: TensorEntry, choices: PlanChoices) -> str:
         return "recomputed"
     if not choices.recomputed.isdisjoint(entry.remade_by):
         return "recomputed"
-    if entry.read_by in choices.offloaded:
-        return "offloaded"
+    for region in choices.offloaded:
+        if is_saved_inside(entry, region):
+            return "offloaded"
     return "kept"
+
+
+def is_saved_inside(entry: TensorEntry, region: str) -> bool:
+    """Whether a step saves a tensor inside a region, which spans the step or reads the tensor."""
+    spanned = REGIONS[region].spans
+    return entry.step in spanned or region in entry.read_by

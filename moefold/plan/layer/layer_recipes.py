@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,17 +15,21 @@ from moefold.config.run import ModelConfig, ParallelConfig, PrecisionConfig
 
 PLAIN = RECIPE_SPECS["plain"]
 PLAIN_PRECISION = PrecisionConfig()
+NamedRecipe = tuple[str, str]  # place of a product, and its recipe
 
 
 @dataclass(frozen=True)
 class LayerRecipes:
     """Recipe of each product of a layer, by the product's place; empty where all products are plain."""
 
-    named: tuple[tuple[str, str], ...] = ()
+    named: tuple[NamedRecipe, ...] = ()
 
     @cached_property
     def specs(self) -> dict[str, RecipeSpec]:
-        return {place: RECIPE_SPECS[recipe] for place, recipe in self.named}
+        specs: dict[str, RecipeSpec] = {}
+        for place, recipe in self.named:
+            specs[place] = RECIPE_SPECS[recipe]
+        return specs
 
     def spec(self, place: str) -> RecipeSpec:
         return self.specs.get(place, PLAIN)
@@ -36,7 +41,8 @@ class LayerRecipes:
     def keeps_input(self, places: Iterable[str]) -> bool:
         """Whether a product among these keeps its input as it is for the weight gradient, not in FP8."""
         specs = self.specs_of(places)
-        return not specs or any(spec.columns == "none" for spec in specs)
+        columns = [spec.columns for spec in specs]
+        return not specs or "none" in columns
 
 
 PLAIN_LAYER = LayerRecipes()
@@ -44,9 +50,11 @@ PLAIN_LAYER = LayerRecipes()
 
 def quantises_products(precision: PrecisionConfig) -> bool:
     """Whether some recipe in use has FP8 operands."""
+    entries = parse_recipe_entries(precision.recipes)
     names = [precision.recipe]
-    names += [entry.recipe for entry in parse_recipe_entries(precision.recipes)]
-    return any(RECIPE_SPECS[name].quantises for name in names)
+    names += [entry.recipe for entry in entries]
+    specs = [RECIPE_SPECS[name] for name in names]
+    return any(spec.quantises for spec in specs)
 
 
 @lru_cache(maxsize=256)
@@ -55,17 +63,20 @@ def recipes_of_layers(model: ModelConfig, precision: PrecisionConfig) -> tuple[L
     count = model.layers + model.mtp
     if not quantises_products(precision):
         return (PLAIN_LAYER,) * count
-    products = list(model_products(model, ParallelConfig()))
+    alone = ParallelConfig()
+    products = list(model_products(model, alone))
     chosen, _ = choose_recipes(products, precision, model.layers)
-    named: list[list[tuple[str, str]]] = []
-    for _ in range(count):
-        named.append([])
+    named = defaultdict[int, list[NamedRecipe]](list)
     for choice in chosen:
-        number = layer_number(choice.product, model)
-        place = choice.product.place
-        named[number].append((place, choice.recipe))
-    recipes = [LayerRecipes(tuple(places)) for places in named]
-    return tuple(recipes)
+        product = choice.product
+        number = layer_number(product, model)
+        recipe = product.place, choice.recipe
+        named[number].append(recipe)
+    by_layer: list[LayerRecipes] = []
+    for number in range(count):
+        recipes = tuple(named[number])
+        by_layer.append(LayerRecipes(recipes))
+    return tuple(by_layer)
 
 
 def layer_number(product: ProductSpec, model: ModelConfig) -> int:

@@ -48,7 +48,7 @@ def attend_tensors() -> list[TensorEntry]:
     table = TensorTable("attend")
     mla = table.only(uses_mla)
     gqa = table.only(uses_gqa)
-    table.add("stream", rank_tokens, stream_width, read_by="norm", layer_input=True)
+    table.add("stream", rank_tokens, stream_width, read_by=("norm",), layer_input=True)
     # Two projections of latent attention quantise its input separately.
     mla_norm = mla.remade_by("norm")
     mla_norm.add("normed", rank_tokens, stream_width, "each")
@@ -61,17 +61,17 @@ def attend_tensors() -> list[TensorEntry]:
     mla_up = mla.remade_by("up")
     mla_up.add("query latent normed", rank_tokens, query_latent_width, "linear")
     mla_up.add("key latent normed", rank_tokens, key_latent_width, "linear")
-    mla_up.add("q k v", context_tokens, qkv_width, read_by="core")
-    gqa.add("q k v", context_tokens, qkv_width, read_by="core")
+    mla_up.add("q k v", context_tokens, qkv_width, read_by=("core",))
+    gqa.add("q k v", context_tokens, qkv_width, read_by=("core",))
     core = table.remade_by("core")
-    core.add("attended", context_tokens, attended_width, read_by="out")  # its projection reads it in bf16
+    core.add("attended", context_tokens, attended_width, read_by=("out",))  # its projection reads it in bf16
     core.add("log-sum-exp", context_tokens, query_heads, "fp32")
     return table.entries
 
 
 def mlp_tensors() -> list[TensorEntry]:
     table = TensorTable("mlp")
-    table.add("stream", rank_tokens, stream_width, read_by="norm")
+    table.add("stream", rank_tokens, stream_width, read_by=("norm",))
     norm = table.remade_by("norm")
     norm.add("normed", rank_tokens, stream_width, "linear")
     mlp = table.remade_by("mlp")
@@ -82,7 +82,7 @@ def mlp_tensors() -> list[TensorEntry]:
 
 def route_tensors() -> list[TensorEntry]:
     table = TensorTable("route")
-    table.add("stream", rank_tokens, stream_width, read_by="norm")
+    table.add("stream", rank_tokens, stream_width, read_by=("norm",))
     table.remade_by("norm").add("normed", rank_tokens, stream_width)
     router = table.remade_by("moe")
     router.add("scores", rank_tokens, expert_count, "fp32")
@@ -104,8 +104,10 @@ def expert_tensors() -> list[TensorEntry]:
     table = TensorTable("experts")
     experts = table.remade_by("experts", "moe")
     activation = table.remade_by("activation", "experts", "moe")
-    experts.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
-    experts.add("pre-activation", expert_rows, expert_preactivation_width, read_by="activation")
+    rows = experts.read_by("experts")
+    rows.add("rows", expert_rows, dispatched_token_width, "linear")
+    inner = experts.read_by("activation")
+    inner.add("pre-activation", expert_rows, expert_preactivation_width)
     activation.add("activated", expert_rows, expert_inner_width, "linear")
     experts.only(weighs_expert_outputs).add("results", expert_rows, dispatched_token_width)
     return table.entries

@@ -83,11 +83,13 @@ def add_rmsnorm(
 ) -> None:
     """Add the tensors of an RMSNorm: its input and one number per row; the scaled input too where it is composed.
     `inside`: regions that begin with the norm, and keep its input alone; `made_by`: regions whose output that is."""
-    source = table.remade_by(*made_by, *table.regions)
-    source.add(name, rows, width, read_by="norm", layer_input=layer_input)
-    own = table.remade_by(*inside, *table.regions)
+    read = table.read_by("norm", *inside)
+    source = read.remade_by(*made_by, *table.regions)
+    source.add(name, rows, width, layer_input=layer_input)
+    own = read.remade_by(*inside, *table.regions)
     own.add(f"scale of {name}", rows, one_column, "fp32")
-    own.only(composes_rmsnorm).add(f"{name} scaled", rows, width, "fp32")
+    composed = own.only(composes_rmsnorm)
+    composed.add(f"{name} scaled", rows, width, "fp32")
 
 
 def recomputes(region: str) -> ShapeCondition:
@@ -121,7 +123,9 @@ def norms_and_ropes_in_one_op(s: RankShapes) -> bool:
 
 def fuses_norm_and_rope(s: RankShapes) -> bool:
     """Whether one kernel norms and rotates queries and keys; it saves its input only."""
-    return norms_and_ropes_in_one_op(s) and s.chosen_implementation("norm_rope") != "reference"
+    if not norms_and_ropes_in_one_op(s):
+        return False
+    return s.chosen_implementation("norm_rope") != "reference"
 
 
 def norms_each_head(s: RankShapes) -> bool:
@@ -165,7 +169,8 @@ def sink_key_count(s: RankShapes) -> int:
     """Additional keys for a sink: one where attention is composed, which also adds eight dims to queries and keys; none
     where a kernel has sinks."""
     composed = s.choices.device == "cpu"
-    added = s.model.attention.sinks and composed and not recomputes_core(s)
+    has_sinks = s.model.attention.sinks
+    added = has_sinks and composed and not recomputes_core(s)
     return 1 if added else 0
 
 
@@ -179,14 +184,18 @@ def saved_query_width(s: RankShapes) -> float:
 
 def saved_key_positions(s: RankShapes) -> float:
     """Positions of saved keys and values; with an all-gather over cp, those of all cp ranks."""
-    keeps_gathered = s.portion.context == "all_gather" and not recomputes_core(s)
-    gathered = s.portion.cp if keeps_gathered else 1
-    return s.C * gathered + s.B * sink_key_count(s)
+    gathers = s.portion.context == "all_gather"
+    keeps_gathered = gathers and not recomputes_core(s)
+    copies = s.portion.cp if keeps_gathered else 1
+    gathered = s.C * copies
+    return gathered + s.B * sink_key_count(s)
 
 
 def saved_kv_heads(s: RankShapes) -> float:
     """Heads of saved keys and values; one per query head where attention is composed of plain ops."""
-    return s.H if s.plain_attention and not recomputes_core(s) else s.G
+    if s.plain_attention and not recomputes_core(s):
+        return s.H
+    return s.G
 
 
 def saved_key_width(s: RankShapes) -> float:
@@ -243,7 +252,8 @@ def uses_flash_attention(s: RankShapes) -> bool:
 
 
 def probabilities_width(s: RankShapes) -> float:
-    return s.H * (s.S + sink_key_count(s))
+    keys = s.S + sink_key_count(s)
+    return s.H * keys
 
 
 def keeps_attended(s: RankShapes) -> bool:
@@ -251,6 +261,15 @@ def keeps_attended(s: RankShapes) -> bool:
     if s.plain_attention or reorders_attended(s):
         return False
     return not s.products.keeps_input(("attention.out",))
+
+
+def reads_its_output(s: RankShapes) -> bool:
+    """Whether attention's backward reads the output that the output projection reads."""
+    return uses_flash_attention(s) and not reorders_attended(s)
+
+
+def leaves_its_output(s: RankShapes) -> bool:
+    return not reads_its_output(s)
 
 
 def keeps_latents(s: RankShapes) -> bool:
@@ -263,6 +282,7 @@ def query_source_width(s: RankShapes) -> float:
 
 def add_full_norm(table: TensorTable, name: str, width: ShapeFunction) -> None:
     """Add the tensors of a norm over all heads, which is composed of plain ops in fp32, since tp may shard it."""
+    table = table.read_by("norm")
     table.add(f"{name} in fp32", context_tokens, width, "fp32")
     table.add(f"{name} scaled", context_tokens, width, "fp32")
     table.add(f"scale of {name}", context_tokens, one_column, "fp32")
@@ -272,7 +292,8 @@ def attends_to_norm_outputs(s: RankShapes) -> bool:
     """Whether attention saves the queries and keys that a norm returned, and not copies of them."""
     if not norms_and_ropes_in_one_op(s):
         return False
-    makes_copies = s.plain_attention or sink_key_count(s) > 0 or reorders_attended(s)
+    adds_key = sink_key_count(s) > 0
+    makes_copies = s.plain_attention or adds_key or reorders_attended(s)
     return recomputes_core(s) or not makes_copies
 
 
@@ -281,12 +302,14 @@ def attends_to_others(s: RankShapes) -> bool:
 
 
 def add_queries_and_keys(table: TensorTable) -> None:
-    table.add("queries", context_tokens, saved_query_width, read_by="core")
-    table.add("keys", saved_key_positions, saved_key_width, read_by="core")
+    core = table.read_by("core")
+    core.add("queries", context_tokens, saved_query_width)
+    core.add("keys", saved_key_positions, saved_key_width)
 
 
 def add_values(table: TensorTable) -> None:
-    table.add("values", saved_key_positions, saved_value_width, read_by="core")
+    core = table.read_by("core")
+    core.add("values", saved_key_positions, saved_value_width)
 
 
 def keeps_rotary_keys(s: RankShapes) -> bool:
@@ -296,7 +319,8 @@ def keeps_rotary_keys(s: RankShapes) -> bool:
 
 def keeps_query_source(s: RankShapes) -> bool:
     """Whether the region of projections up keeps normed tokens that the projections down do not keep."""
-    return keeps_rotary_keys(s) and not s.q_rank and not s.products.keeps_input(LATENT_DOWN)
+    down_keeps = s.products.keeps_input(LATENT_DOWN)
+    return keeps_rotary_keys(s) and not s.q_rank and not down_keeps
 
 
 def rotary_width(s: RankShapes) -> float:
@@ -316,34 +340,41 @@ def attend_tensors() -> list[TensorEntry]:
     add_rmsnorm(query_latent, "query latent", rank_tokens, query_latent_width, inside=("up",))
     add_rmsnorm(mla, "key latent", rank_tokens, key_latent_width, inside=("up",))
     up = mla.remade_by("up")
-    latents = up.only(keeps_latents)
-    latents.add("latents", context_tokens, latents_width, "linear", read_by="up")
-    add_input_copies(up, "query latents", context_tokens, query_source_width, ("attention.query",))
-    add_input_copies(up, "key latents", context_tokens, key_latent_width, LATENT_UP)
-    mla.only(keeps_rotary_keys).add("rotary part of keys", rank_tokens, rotary_width)
+    inside_up = up.read_by("up")
+    latents = inside_up.only(keeps_latents)
+    latents.add("latents", context_tokens, latents_width, "linear")
+    add_input_copies(inside_up, "query latents", context_tokens, query_source_width, ("attention.query",))
+    add_input_copies(inside_up, "key latents", context_tokens, key_latent_width, LATENT_UP)
+    rotary = mla.only(keeps_rotary_keys)
+    rotary.add("rotary part of keys", rank_tokens, rotary_width)
     source = mla.only(keeps_query_source).remade_by("norm")
     source.add("normed, for queries", rank_tokens, stream_width)
     # Norms of queries and keys: by head, fused with RoPE, or over all heads.
     by_head = table.only(norms_each_head)
     add_rmsnorm(by_head, "query", all_query_heads, head_width)
     add_rmsnorm(by_head, "key", all_key_heads, head_width)
-    fused = table.only(fuses_norm_and_rope)
-    fused.add("query", context_tokens, query_width, read_by="norm")
-    fused.add("key", context_tokens, key_width, read_by="norm")
+    fused = table.only(fuses_norm_and_rope).read_by("norm")
+    fused.add("query", context_tokens, query_width)
+    fused.add("key", context_tokens, key_width)
     all_heads = table.only(norms_all_heads)
     add_full_norm(all_heads, "query", query_width)
     add_full_norm(all_heads, "key", key_width)
     # Attention's inputs and outputs.
     add_queries_and_keys(up)
     add_values(up)
-    add_queries_and_keys(gqa.only(attends_to_norm_outputs).remade_by("norm"))
+    norm_outputs = gqa.only(attends_to_norm_outputs)
+    add_queries_and_keys(norm_outputs.remade_by("norm"))
     add_queries_and_keys(gqa.only(attends_to_others))
     add_values(gqa)
-    core = table.remade_by("core")
+    core = table.remade_by("core").read_by("core")
     out = ("attention.out",)
-    add_product_input(table, "attended", context_tokens, attended_width, out, read_by="out", made_by="core")
-    own = core.only(keeps_attended)
-    own.add("attended", context_tokens, attended_width, read_by="out")
+    projected = table.read_by("out")
+    read_again = projected.only(reads_its_output).read_by("core")
+    left = projected.only(leaves_its_output)
+    for attended in (read_again, left):
+        add_product_input(attended, "attended", context_tokens, attended_width, out, made_by="core")
+    kept = core.only(keeps_attended)
+    kept.add("attended", context_tokens, attended_width)
     reordered = core.only(reorders_attended)
     reordered.add("attended, before reordering", context_tokens, attended_width)
     for heads in (up, gqa):
@@ -402,7 +433,8 @@ def has_z_loss(s: RankShapes) -> bool:
 
 def balance_loss_rows(s: RankShapes) -> float:
     """Rows of the load shares in the balance losses: one per sequence, or one for the batch."""
-    return s.B if s.model.moe.balance.aux_over == "sequence" else 1.0
+    by_sequence = s.model.moe.balance.aux_over == "sequence"
+    return s.B if by_sequence else 1.0
 
 
 def keeps_score_shares(s: RankShapes) -> bool:
@@ -412,11 +444,17 @@ def keeps_score_shares(s: RankShapes) -> bool:
     normalization = weight_normalization(s)
     if normalization == "all" or has_balance_loss(s):
         return True
-    return normalization == "none" and s.model.moe.router.score == "softmax"
+    score = s.model.moe.router.score
+    return normalization == "none" and score == "softmax"
+
+
+def composes_sigmoids(s: RankShapes) -> bool:
+    score = s.model.moe.router.score
+    return score == "sigmoid" and composed_router(s)
 
 
 def keeps_log_sigmoids(s: RankShapes) -> bool:
-    if s.model.moe.router.score != "sigmoid" or fused_router(s):
+    if not composes_sigmoids(s):
         return False
     return keeps_score_shares(s) or normalizes_chosen(s)
 
@@ -428,9 +466,7 @@ def keeps_logits(s: RankShapes) -> bool:
 
 
 def keeps_sigmoids(s: RankShapes) -> bool:
-    if s.model.moe.router.score != "sigmoid" or fused_router(s):
-        return False
-    return weight_normalization(s) == "none"
+    return composes_sigmoids(s) and weight_normalization(s) == "none"
 
 
 def keeps_chosen_weights(s: RankShapes) -> bool:
@@ -444,8 +480,11 @@ def choices_per_token(s: RankShapes) -> float:
 def route_tensors() -> list[TensorEntry]:
     table = TensorTable("route")
     add_rmsnorm(table, "stream", rank_tokens, stream_width, inside=("moe",))
-    normed = table.remade_by("norm", "moe")
-    normed.add("normed", rank_tokens, stream_width, read_by="experts")
+    normed = table.remade_by("norm", "moe").read_by("shared")
+    kept = normed.only(experts_keep_normed).read_by("experts")
+    kept.add("normed", rank_tokens, stream_width)
+    left = normed.only(experts_leave_normed)
+    left.add("normed", rank_tokens, stream_width)
     # Scores of all experts.
     router = table.remade_by("moe")
     composed = router.only(composed_router)
@@ -476,7 +515,9 @@ def route_tensors() -> list[TensorEntry]:
 
 
 def reference_arrange_rows(s: RankShapes) -> bool:
-    return s.chosen_implementation("arrange_rows") == "reference" or s.portion.ep > 1
+    if s.portion.ep > 1:
+        return True
+    return s.chosen_implementation("arrange_rows") == "reference"
 
 
 def kernel_arranges_rows(s: RankShapes) -> bool:
@@ -509,6 +550,17 @@ def keeps_expert_tokens(s: RankShapes) -> bool:
 
 def experts_are_remote(s: RankShapes) -> bool:
     return s.portion.ep * s.portion.etp > 1
+
+
+def experts_keep_normed(s: RankShapes) -> bool:
+    """Whether the tokens that the experts keep are those that the router reads."""
+    if s.latent or experts_are_remote(s):
+        return False
+    return keeps_expert_tokens(s)
+
+
+def experts_leave_normed(s: RankShapes) -> bool:
+    return not experts_keep_normed(s)
 
 
 def has_local_latents(s: RankShapes) -> bool:
@@ -550,20 +602,21 @@ def expert_tensors() -> list[TensorEntry]:
     # Inputs: the fused kernel reads tokens by index, other kernels read gathered rows. The region of all experts keeps
     # its inputs.
     inputs = table.remade_by("moe")
-    tokens = inputs.only(keeps_expert_tokens)
+    tokens = inputs.only(keeps_expert_tokens).read_by("experts")
     remote = tokens.only(experts_are_remote)
-    remote.add("arrived tokens", arrived_tokens, dispatched_token_width, read_by="experts")
+    remote.add("arrived tokens", arrived_tokens, dispatched_token_width)
     local = tokens.only(has_local_latents)
-    local.add("latents", rank_tokens, dispatched_token_width, read_by="experts")
+    local.add("latents", rank_tokens, dispatched_token_width)
     inputs.add("index", expert_rows, one_column, "int32")
     arranged = inputs.only(reference_arrange_rows)
     arranged.add("slots", expert_rows, one_column, "int32")
-    inputs.add("weights", expert_rows, one_column, "fp32")
+    weights = inputs.read_by("activation")
+    weights.add("weights", expert_rows, one_column, "fp32")
     up = (UP_PRODUCT,)
-    add_product_input(unfused, "rows", expert_rows, dispatched_token_width, up, read_by="experts", experts=held_experts)
+    add_product_input(unfused, "rows", expert_rows, dispatched_token_width, up, experts=held_experts)
     # Inside and after the expert MLP.
-    wide = experts.only(experts_outside_fp8)
-    wide.add("pre-activation", expert_rows, expert_preactivation_width, read_by="activation")
+    wide = experts.only(experts_outside_fp8).read_by("activation")
+    wide.add("pre-activation", expert_rows, expert_preactivation_width)
     add_expert_preactivation(experts)
     add_product_input(
         unfused,
@@ -726,7 +779,9 @@ def writes_score_gradients(s: RankShapes) -> bool:
     """Whether attention's backward stores the gradients of its scores, as its kernels for Hopper do."""
     attention = s.model.attention
     choices = s.choices
-    if s.mla or attention.window or attention.sinks or cuts_context(s):
+    if s.mla or cuts_context(s):
+        return False
+    if attention.window or attention.sinks:
         return False
     if s.Q not in HOPPER_HEAD_WIDTHS or choices.precision == "fp32":
         return False
@@ -743,14 +798,16 @@ def score_gradient_workspace(s: RankShapes) -> float:
 
 
 def padded_expert_rows(s: RankShapes) -> float:
-    padding = EXPERT_PADDING_ROWS * s.e if s.fuses_experts else 0.0
-    return s.R + padding
+    if not s.fuses_experts:
+        return s.R
+    return s.R + EXPERT_PADDING_ROWS * s.e
 
 
 def expert_row_pair_width(s: RankShapes) -> float:
     """Width of rows and their gradient where the fused kernel gathers rows again; otherwise of the gradient only."""
     gathers_rows = plain_fused_experts(s) and not s.portion.defers_wgrad
-    return s.W * (2 if gathers_rows else 1)
+    tensors = 2 if gathers_rows else 1
+    return s.W * tensors
 
 
 def expert_weight_width(s: RankShapes) -> float:
@@ -770,13 +827,14 @@ def logits_per_chunk(s: RankShapes) -> float:
     """Logits of one chunk of tokens in the head. The number of tokens is a power of two; it is larger for the kernel
     that overwrites logits, which needs fewer bytes per logit."""
     limit = LOGITS_IN_PLACE if overwrites_logits(s) else CHUNK_LOGITS
-    tokens = min(tokens_of_chunk(limit, s.P), s.C)
-    return tokens * s.P
+    chunk = tokens_of_chunk(limit, s.P)
+    return min(chunk, s.C) * s.P
 
 
 def tokens_of_chunk(logits: int, vocab: float) -> int:
     most = int(logits // vocab)
-    return 1 << max(0, most.bit_length() - 1)
+    exponent = most.bit_length() - 1
+    return 1 << max(0, exponent)
 
 
 def attention_gradient_width(s: RankShapes) -> float:
@@ -805,7 +863,8 @@ def dense_activation_parts(s: RankShapes) -> int:
 
 def fuses_activation(activation: str, s: RankShapes) -> bool:
     """Whether the activation's backward is one kernel."""
-    return s.chosen_implementation(activation_op(activation)) == "triton"
+    op = activation_op(activation)
+    return s.chosen_implementation(op) == "triton"
 
 
 def fuses_expert_activation(s: RankShapes) -> bool:
@@ -834,13 +893,17 @@ def add_activation_backward(
         return not fuses(s)
 
     def composed_width(s: RankShapes) -> float:
-        return (2 + 4 * parts(s)) * inner(s)
+        tensors = 2 + 4 * parts(s)
+        return tensors * inner(s)
 
     def fused_width(s: RankShapes) -> float:
-        return (1 + parts(s)) * inner(s)
+        tensors = 1 + parts(s)
+        return tensors * inner(s)
 
-    table.only(composed).add("gradient of the activation, in fp32", rows, composed_width, "fp32")
-    table.only(fuses).add("gradients of activation and pre-activation", rows, fused_width)
+    in_fp32 = table.only(composed)
+    in_fp32.add("gradient of the activation, in fp32", rows, composed_width, "fp32")
+    fused = table.only(fuses)
+    fused.add("gradients of activation and pre-activation", rows, fused_width)
 
 
 def expert_forward() -> WorkingSet:

@@ -61,7 +61,8 @@ def cross_entropy_elements(s: RankShapes) -> float:
     """Elements of logits that are read and written beside GEMMs, in forward and backward; fewer with the fused
     kernel."""
     passes = 6
-    if s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton":
+    is_moefold = s.choices.stack == "moefold"
+    if is_moefold and s.chosen_implementation("cross_entropy") == "triton":
         passes = 2 / 3
     heads = 1 + s.model.mtp
     return passes * s.C * s.P * heads
@@ -77,7 +78,8 @@ def attend_elements(s: RankShapes) -> float:
 
 def mlp_elements(s: RankShapes) -> float:
     norm = NORM_PASSES * s.T * s.D
-    activation = (s.dense_parts + 1) * s.C * s.M
+    tensors = s.dense_parts + 1
+    activation = tensors * s.C * s.M
     return norm + activation
 
 
@@ -88,7 +90,8 @@ def route_elements(s: RankShapes) -> float:
 
 def shared_elements(s: RankShapes) -> float:
     stream = 2 * s.T * s.D
-    activation = (s.shared_parts + 1) * s.C * s.A
+    tensors = s.shared_parts + 1
+    activation = tensors * s.C * s.A
     return stream + activation
 
 
@@ -150,7 +153,8 @@ def pointwise_bytes(step: str, s: RankShapes) -> float:
     """Bytes moved by the pointwise kernels of a forward."""
     if step not in POINTWISE_ELEMENTS:
         return 0.0
-    return 2.0 * POINTWISE_ELEMENTS[step](s)
+    count_elements = POINTWISE_ELEMENTS[step]
+    return 2.0 * count_elements(s)
 
 
 def low_precision_gemms(gemms: Gemms) -> list[Gemm]:
@@ -163,9 +167,10 @@ def input_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
         return 0.0
     elements: dict[tuple[float, float], float] = {}
     for gemm in low_precision_gemms(gemms):
-        shared_input = (gemm.rows, gemm.k)
+        shared_input = gemm.rows, gemm.k
         elements[shared_input] = gemm.rows * gemm.groups * gemm.k
-    return quantized_element_bytes(s) * sum(elements.values())
+    distinct = sum(elements.values())
+    return quantized_element_bytes(s) * distinct
 
 
 def gradient_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
@@ -174,9 +179,10 @@ def gradient_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
         return 0.0
     elements: dict[tuple[float, float, str], float] = {}
     for gemm in low_precision_gemms(gemms):
-        output = (gemm.rows, gemm.n, gemm.name)
+        output = gemm.rows, gemm.n, gemm.name
         elements[output] = gemm.rows * gemm.groups * gemm.n
-    return quantized_element_bytes(s) * sum(elements.values())
+    distinct = sum(elements.values())
+    return quantized_element_bytes(s) * distinct
 
 
 def quantized_element_bytes(s: RankShapes) -> float:
@@ -199,8 +205,10 @@ def count_launches(step: str, gemms: Gemms, s: RankShapes) -> tuple[float, float
         count += MLA_EXTRA_LAUNCHES
     if s.choices.stack != "megatron":
         return count, 0
-    groups = [gemm.groups for gemm in gemms if gemm.kind == "grouped"]
-    looped = sum(groups)
+    looped = 0
+    for gemm in gemms:
+        if gemm.kind == "grouped":
+            looped += gemm.groups
     if quantizes:
         looped *= QUANTIZED_LOOP_LAUNCHES
     return count, looped

@@ -13,9 +13,11 @@ from moefold.plan.layer.layer_costs import Gemm, Gemms
 from moefold.plan.layer.rank_shapes import RankShapes
 
 
-def copies_of_operand(recipe: RecipeSpec) -> int:
-    """Copies of an input or a gradient: along rows, and along columns for a weight gradient in FP8."""
-    return 1 if recipe.columns == "none" else 2
+def operand_pass_bytes(recipe: RecipeSpec, s: RankShapes) -> float:
+    """Bytes moved for a value of an input or a gradient, with its copies: along rows, and along columns for a weight
+    gradient in FP8."""
+    copies = 1 if recipe.columns == "none" else 2
+    return quantise_pass_bytes(recipe, copies, s)
 
 
 def quantised_gemms(gemms: Gemms) -> list[Gemm]:
@@ -33,11 +35,9 @@ def forward_quantise_bytes(step: str, gemms: Gemms, s: RankShapes) -> float:
     by_input: dict[tuple[float, float, RecipeSpec], float] = {}
     quantised = quantised_gemms(gemms)
     for gemm in apart_from_fused_experts(quantised, s):
-        recipe = gemm.recipe
         elements = gemm.rows * gemm.groups * gemm.k
-        copies = copies_of_operand(recipe)
-        moved = elements * quantise_pass_bytes(recipe, copies, s)
-        by_input[gemm.rows, gemm.k, recipe] = moved
+        element = operand_pass_bytes(gemm.recipe, s)
+        by_input[gemm.rows, gemm.k, gemm.recipe] = elements * element
     moved = sum(by_input.values())
     if step == "experts" and s.fuses_fp8_experts:
         moved += fused_forward_bytes(quantised[0].recipe, s)
@@ -49,9 +49,9 @@ def backward_quantise_bytes(step: str, gemms: Gemms, s: RankShapes) -> float:
     moved = 0.0
     quantised = quantised_gemms(gemms)
     for gemm in apart_from_fused_experts(quantised, s):
-        recipe = gemm.recipe
         elements = gemm.rows * gemm.groups * gemm.n
-        moved += elements * quantise_pass_bytes(recipe, copies_of_operand(recipe), s)
+        element = operand_pass_bytes(gemm.recipe, s)
+        moved += elements * element
     if step == "experts" and s.fuses_fp8_experts:
         moved += fused_backward_bytes(quantised[0].recipe, s)
     return moved
@@ -72,11 +72,11 @@ def fused_backward_bytes(recipe: RecipeSpec, s: RankShapes) -> float:
     """Gradients of results and of the pre-activation; then the operands of weight gradients: activation and rows along
     columns, or rows and gradient of results copied into tiles."""
     gradient_width = s.W + s.expert_parts * s.F
-    copies = copies_of_operand(recipe)
-    gradients = gradient_width * quantise_pass_bytes(recipe, copies, s)
+    gradients = gradient_width * operand_pass_bytes(recipe, s)
     if s.fp8_expert_wgrad:
         element = quantise_pass_bytes(recipe, 1, s)
         operands = (s.F + s.W) * element
     else:
         operands = 2 * s.W * 2 * s.recipe.wide
-    return s.R * (gradients + operands)
+    row = gradients + operands
+    return s.R * row

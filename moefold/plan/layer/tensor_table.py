@@ -54,8 +54,8 @@ def always(_: RankShapes) -> bool:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a step. `remade_by`: regions whose recompute yields the tensor. `read_by`: the region whose input it
-    is, for offloading. `layer_input`: the input of a layer, which is kept where whole layers are recomputed."""
+    """A tensor of a step. `remade_by`: regions whose recompute yields the tensor. `read_by`: regions
+    inside steps that save it. `layer_input`: the input of a layer, which is kept where whole layers are recomputed."""
 
     name: str
     step: str
@@ -63,7 +63,7 @@ class TensorEntry:
     width: ShapeFunction
     storage: str = "wide"
     remade_by: tuple[str, ...] = ()
-    read_by: str = ""
+    read_by: tuple[str, ...] = ()
     condition: ShapeCondition = always
     layer_input: bool = False
 
@@ -76,14 +76,15 @@ class TensorEntry:
 
 
 class TensorTable:
-    """Entries of one step. `only` and `remade_by` return views of the same table; entries added through a view have a
-    further condition, or other regions."""
+    """Entries of one step. `only`, `remade_by` and `read_by` return views of the same table; entries added through a
+    view have a further condition, or other regions."""
 
     def __init__(self, step: str = ""):
         self.step = step
         self.entries: list[TensorEntry] = []
         self.condition: ShapeCondition = always
         self.regions: tuple[str, ...] = ()
+        self.readers: tuple[str, ...] = ()
 
     def add(
         self,
@@ -91,11 +92,12 @@ class TensorTable:
         rows: ShapeFunction,
         width: ShapeFunction,
         storage: str = "wide",
-        read_by: str = "",
+        read_by: tuple[str, ...] = (),
         layer_input: bool = False,
     ) -> None:
         regions = self.regions
-        entry = TensorEntry(name, self.step, rows, width, storage, regions, read_by, self.condition, layer_input)
+        readers = self.readers + read_by
+        entry = TensorEntry(name, self.step, rows, width, storage, regions, readers, self.condition, layer_input)
         self.entries.append(entry)
 
     def only(self, condition: ShapeCondition) -> TensorTable:
@@ -113,11 +115,17 @@ class TensorTable:
         view.regions = regions
         return view
 
+    def read_by(self, *regions: str) -> TensorTable:
+        view = self.view()
+        view.readers = (*self.readers, *regions)
+        return view
+
     def view(self) -> TensorTable:
         view = TensorTable(self.step)
         view.entries = self.entries
         view.condition = self.condition
         view.regions = self.regions
+        view.readers = self.readers
         return view
 
 

@@ -74,14 +74,13 @@ class Cluster:
         return COLLECTIVE_LATENCY + size / bandwidth
 
     def exchange_seconds(self, parameters: ParameterCounts, s: RunSetting, element: float) -> float:
-        """Seconds of an all-gather or reduce-scatter of parameters over their replicas, `element` bytes each."""
+        """Seconds of an all-gather or reduce-scatter of parameters over the ranks that share them out, `element` bytes
+        each. The sum of reduced gradients over copies of shares is not counted."""
         p = s.parallel
         # Replicas of a dense parameter lie tp ranks apart, those of an expert's ep x etp.
-        dense_replicas = s.degrees["dp"] * p.cp
-        expert_replicas = s.degrees["edp"]
         stride_and_ranks = {
-            "dense": (p.tp, dense_replicas),
-            "expert": (p.ep * p.etp, expert_replicas),
+            "dense": (p.tp, s.shards_of("dense")),
+            "expert": (p.ep * p.etp, s.shards_of("expert")),
         }
         seconds = 0.0
         for grid, (stride, ranks) in stride_and_ranks.items():

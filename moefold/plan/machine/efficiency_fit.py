@@ -7,6 +7,7 @@ which 10 % too fast and 10 % too slow have the same weight.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -137,25 +138,25 @@ def attention_efficiency(length: float, width: float, half: float) -> float:
 
 def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float, start: float) -> Efficiencies:
     """The `kernels` section of a GPU's file. `peak` is by precision."""
-    by_kind: dict[str, list[TimedKernel]] = {}
+    by_kind = defaultdict[str, list[TimedKernel]](list)
     for point in points:
-        of_kind = by_kind.setdefault(point.what, [])
-        of_kind.append(point)
-    by_precision: dict[str, list[TimedKernel]] = {}
+        by_kind[point.what].append(point)
+    by_precision = defaultdict[str, list[TimedKernel]](list)
     for point in by_kind["gemm"]:
-        of_precision = by_precision.setdefault(point.precision, [])
-        of_precision.append(point)
+        by_precision[point.precision].append(point)
 
     # GEMMs: one blend for all, a rate for each precision.
+    plain = by_precision.pop("bf16")
+    plain_peak = peak["bf16"]
     grouped = by_kind["grouped"]
-    blend = fit_roofline_blend([by_precision["bf16"], grouped], hbm)
-    rate = fit_flop_rate(by_precision["bf16"], hbm, blend)
+    blend = fit_roofline_blend([plain, grouped], hbm)
+    rate = fit_flop_rate(plain, hbm, blend)
     grouped_rate = fit_flop_rate(grouped, hbm, blend)
-    share = rate / peak["bf16"]
-    gemm = {"bf16": round(share, 3)}
-    for precision in sorted(set(by_precision) - {"bf16"}):
+    gemm = {"bf16": round(rate / plain_peak, 3)}
+    for precision in sorted(by_precision):
         low_rate = fit_flop_rate(by_precision[precision], hbm, blend)
-        gemm[precision] = round(low_rate / peak[precision], 3)
+        share = low_rate / peak[precision]
+        gemm[precision] = round(share, 3)
 
     # Attention: forward and backward are fitted separately.
     forward = by_kind["attention_forward"]
@@ -172,8 +173,8 @@ def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float
         "grouped": round(grouped_rate / rate, 3),
         "blend": round(blend, 2),
         "start": start,
-        "attention_forward": round(forward_rate / peak["bf16"], 3),
-        "attention_backward": round(backward_rate / peak["bf16"], 3),
+        "attention_forward": round(forward_rate / plain_peak, 3),
+        "attention_backward": round(backward_rate / plain_peak, 3),
         "forward_half": round(forward_half),
         "backward_half": round(backward_half),
         "stream": round(bandwidth / hbm, 3),

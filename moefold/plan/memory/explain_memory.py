@@ -10,7 +10,7 @@ from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import PieceCount
 from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, memory_by_rank, stage_counts
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
-from moefold.plan.memory.resident import rank_parameters, replica_count, resident_state
+from moefold.plan.memory.resident import rank_parameters, replica_count, resident_state, shard_count
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
@@ -74,10 +74,9 @@ def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterato
     if copies:
         yield format_line("quantised copies", copies, "a part of the weights: both layouts, with scales", depth=2)
     yield format_line("gradients", rank.gradients, f"{count:,.0f} x {rank.gradients / count:.3g} B")
-    main_bytes = 4 if s.recipe.wide < 4 else 0
     owned = max(1.0, owned_parameters(s, held))
-    state_bytes = main_bytes + rank.moments / owned
     states = rank.main + rank.moments
+    state_bytes = states / owned
     yield format_line("main weights and moments", states, f"{state_bytes:.3g} B per parameter of its shard:")
     parameters = rank_parameters(s, held, stages)
     for kind, count in sorted(parameters.items()):
@@ -96,7 +95,7 @@ def owned_parameters(s: RunSetting, held: RankStages) -> float:
     for kind, count in parameters.items():
         shards = 1
         if s.choices.sharding != "none":
-            shards = replica_count(s, kind)
+            shards = shard_count(s, kind)
         owned += count / shards
     return owned
 
@@ -149,11 +148,18 @@ def list_pieces(pieces: StagePieces) -> str:
     return ", ".join(items)
 
 
+def buffer_names(s: RunSetting) -> str:
+    names = "pipeline messages, rotary tables, GEMM workspace"
+    if s.choices.sharding == "fsdp":
+        return f"{names}, weights and gradients of two units"
+    return names
+
+
 def other_memory_parts(s: RunSetting, rank: RankMemory) -> dict[str, str]:
     return {
         "working": f"temporaries of {rank.at}, recomputed tensors included",
         "margin": f"experts with {s.load:.2f} times their even share of rows",
-        "buffers": "pipeline messages, rotary tables, GEMM workspace",
+        "buffers": buffer_names(s),
         "graphs": "static inputs of captured steps, for each layer and live microbatch",
         "outside": "CUDA context and NCCL buffers, outside torch's allocator",
         "host": "in host memory, not counted above",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from moefold.anatomy.regions import regions_of
 from moefold.config.open_names import ATTENTION_NAMES
 from moefold.config.read import replace_values
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
-from moefold.config.run import Config
+from moefold.config.run import Config, ModelConfig
 from moefold.layout.environment import Rendezvous
 from moefold.plan.machine.this_machine import this_machine
 from moefold.plan.memory.machine_fit import MAIN_WEIGHT_BYTES, MachineFit, MemoryShortage, ranks_of_machine
@@ -19,6 +20,10 @@ USABLE_SHARE = 0.8  # of a memory, for what is proposed: a plan leaves out the p
 MOST_MACHINES = 4096
 SHORTEST_SEQUENCE = 128
 SHORT_SEQUENCE = 512  # tried together with other changes, where no single change is enough
+
+# Regions that are proposed, those that cost least first.
+RECOMPUTE_LADDER = (("norm",), ("norm", "up"), ("norm", "up", "mlp", "experts"), ("mlp", "moe"), ("layer",))
+OFFLOAD_LADDER = (("experts",), ("core", "experts"), ("layer",))
 
 Settings = Mapping[str, object]  # by path of the key
 
@@ -40,9 +45,11 @@ def describe_shortage(fit: MachineFit, shortage: MemoryShortage) -> list[str]:
     choices = fit.choices
     ranks = "1 rank" if shortage.ranks == 1 else f"{shortage.ranks} ranks"
     where = f"{ranks} on {choices.device} in {choices.precision}"
-    needed = f"{shortage.needed / GIB:,.1f} GiB of {shortage.memory} at least ({shortage.parts})"
+    needed_gib = shortage.needed / GIB
+    needed = f"{needed_gib:,.1f} GiB of {shortage.memory} at least ({shortage.parts})"
     there = f"there are {shortage.there / GIB:,.1f} GiB"
-    proposals = "; ".join(propose_changes(fit)) or "only a smaller model"
+    changes = "; ".join(propose_changes(fit))
+    proposals = changes or "only a smaller model"
     return [
         f"{fit.config.name} does not fit this machine: {where}: {needed}; {there}",
         f"what would fit: {proposals}",
@@ -54,16 +61,23 @@ def propose_changes(fit: MachineFit) -> list[str]:
     """Changes that make the run fit, each alone; where none does, together with a small microbatch."""
     usable = fit.machine.scaled(USABLE_SHARE)
     fit = replace(fit, machine=usable)
-    proposals = [*smaller_microbatch(fit), *shorter_sequences(fit), *leaner_optimizer(fit)]
-    proposals += [*fewer_layers(fit), *more_machines(fit)]
+    proposals = [*memory_regions(fit)]
+    proposals += smaller_microbatch(fit)
+    proposals += shorter_sequences(fit)
+    proposals += leaner_optimizer(fit)
+    proposals += smaller_or_spread(fit)
     length = min(SHORT_SEQUENCE, fit.config.data.seq_len)
     small: Settings = {"train.micro_batch": 1, "data.seq_len": length}
     smaller = with_settings(fit, small)
     if proposals or smaller is None:
         return proposals
-    together = [*fewer_layers(smaller), *more_machines(smaller)]
     words = command_words(small)
-    return [f"{words} with {change}" for change in together]
+    return [f"{words} with {change}" for change in smaller_or_spread(smaller)]
+
+
+def smaller_or_spread(fit: MachineFit) -> Iterator[str]:
+    yield from fewer_layers(fit)
+    yield from more_machines(fit)
 
 
 def with_settings(fit: MachineFit, settings: Settings) -> MachineFit | None:
@@ -84,7 +98,30 @@ def first_that_fits(fit: MachineFit, candidates: Iterable[Settings]) -> Iterator
 
 
 def command_words(settings: Settings) -> str:
-    return " ".join(f"--{key} {value}" for key, value in settings.items())
+    words: list[str] = []
+    for key, value in settings.items():
+        if isinstance(value, tuple):
+            value = ",".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        words.append(f"--{key} {value}")
+    return " ".join(words)
+
+
+def memory_regions(fit: MachineFit) -> Iterator[str]:
+    """The least recompute that makes the run fit, and on a GPU the least offload."""
+    model = fit.config.model
+    recomputed = settings_of_ladder("memory.recompute", RECOMPUTE_LADDER, model)
+    yield from first_that_fits(fit, recomputed)
+    if fit.on_gpu:
+        offloaded = settings_of_ladder("memory.offload", OFFLOAD_LADDER, model)
+        yield from first_that_fits(fit, offloaded)
+
+
+def settings_of_ladder(key: str, ladder: Sequence[Sequence[str]], model: ModelConfig) -> Iterator[Settings]:
+    """The regions of each rung that the model has."""
+    present = regions_of(model, {})
+    for names in ladder:
+        regions = [name for name in names if name in present]
+        yield {key: tuple(regions)}
 
 
 def smaller_microbatch(fit: MachineFit) -> Iterator[str]:
@@ -104,9 +141,12 @@ def shorter_sequences(fit: MachineFit) -> Iterator[str]:
 
 def leaner_optimizer(fit: MachineFit) -> Iterator[str]:
     lean = {"optim.moments": "bf16"}
+    leanest = {"optim.moments": "int8", "optim.main": "none"}
     if fit.choices.recipe.wide < MAIN_WEIGHT_BYTES:
         lean["optim.main"] = "split"
-    yield from first_that_fits(fit, [lean])
+        yield from first_that_fits(fit, [lean, leanest])
+    else:
+        yield from first_that_fits(fit, [lean])
 
 
 def fewer_layers(fit: MachineFit) -> Iterator[str]:
@@ -116,7 +156,8 @@ def fewer_layers(fit: MachineFit) -> Iterator[str]:
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         config = replace_values(fit.config, {"model.layers": middle}, "")
-        if replace(fit, config=config).fits_everywhere():
+        smaller = replace(fit, config=config)
+        if smaller.fits_everywhere():
             fits = middle
         else:
             too_many = middle
@@ -134,7 +175,8 @@ def more_machines(fit: MachineFit) -> Iterator[str]:
         spread = spread_over(fit, machines)
         if spread is not None and spread.fits_everywhere():
             parallel = spread.config.parallel
-            words = command_words({"parallel.ep": parallel.ep, "parallel.pp": parallel.pp})
+            degrees = {"parallel.ep": parallel.ep, "parallel.pp": parallel.pp}
+            words = command_words(degrees)
             yield f"{machines} times as many {unit} of this size with {words}"
             return
         machines *= 2
@@ -143,9 +185,10 @@ def more_machines(fit: MachineFit) -> Iterator[str]:
 def spread_over(fit: MachineFit, machines: int) -> MachineFit | None:
     """The run on so many times its machines, with as large a batch for each, if that is legal."""
     config = fit.config
+    experts = config.model.moe.experts
     ep = config.parallel.ep
     left = machines
-    while left > 1 and config.model.moe.experts % (2 * ep) == 0:
+    while left > 1 and experts % (2 * ep) == 0:
         ep *= 2
         left //= 2
     settings: Settings = {
@@ -155,4 +198,5 @@ def spread_over(fit: MachineFit, machines: int) -> MachineFit | None:
     }
     world = fit.ranks.world * machines
     ranks = replace(fit.ranks, world=world)
-    return with_settings(replace(fit, ranks=ranks), settings)
+    larger = replace(fit, ranks=ranks)
+    return with_settings(larger, settings)

@@ -64,7 +64,8 @@ AllMoments = list[RankMoments]  # by rank
 
 def running_op(moment: LiveMoment) -> tuple[str, int]:
     """Kind of the running op at a moment, and its stage among those of the rank."""
-    kind, chunk = divmod(moment.running, len(moment.live))
+    stages = len(moment.live)
+    kind, chunk = divmod(moment.running, stages)
     return OP_KINDS[kind], chunk
 
 
@@ -85,7 +86,8 @@ def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pair: boo
     placement = SCHEDULES[schedule]
     for rank, slots in enumerate(program):
         stages = placement.stages_on_rank(rank, pp, vpp)
-        by_rank.append(walk_rank_slots(slots, stages))
+        moments = walk_rank_slots(slots, stages)
+        by_rank.append(moments)
     return by_rank
 
 
@@ -99,8 +101,9 @@ def enough_microbatches(schedule: str, pp: int, microbatches: int) -> int:
 
 
 def walk_rank_slots(slots: RankSlots, stages: list[int]) -> RankMoments:
-    live = [0] * len(stages)
-    waiting = [0] * len(stages)
+    count = len(stages)
+    live = [0] * count
+    waiting = [0] * count
     moments: dict[LiveMoment, None] = {}  # distinct ones, in order
     for slot in slots:
         for op in slot:
@@ -108,7 +111,7 @@ def walk_rank_slots(slots: RankSlots, stages: list[int]) -> RankMoments:
             if op.kind == "F":
                 live[chunk] += 1
             kind = OP_KINDS.index(op.kind)
-            running = kind * len(stages) + chunk
+            running = kind * count + chunk
             moment = LiveMoment(running, tuple(live), tuple(waiting))
             moments[moment] = None
             # After the op: a data gradient ends a live microbatch; its weight gradient may be deferred.

@@ -16,12 +16,13 @@ from moefold.kernels.facts import expected_facts
 from moefold.layout.environment import Rendezvous
 from moefold.plan.machine.this_machine import MachineMemory
 from moefold.plan.memory.peak_memory import RankMemory, plan_memory
-from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
+from moefold.plan.memory.resident import moment_sizes
 from moefold.plan.memory.run_setting import GIB
 from moefold.plan.options import PRECISION_RECIPES, PlanChoices
 
 PLAN_ERROR = 0.05  # share by which a plan's memory may exceed that of the run
 SMALLEST_PART = 0.05  # GiB that a message shows
+SAVED_MOMENT_BYTES: dict[float, float] = {2: 2}  # of plain bf16; of all others 4
 MAIN_WEIGHT_BYTES = 4  # in a checkpoint, beside a weight of fewer bytes
 SHOWN_PARTS = ("weights", "gradients", "main", "moments", "activations", "working")
 CHECKPOINT_COPY = "the copy of a checkpoint"
@@ -78,7 +79,8 @@ class MachineFit:
     def fits_everywhere(self) -> bool:
         """Whether every machine of the run is large enough."""
         machines = range(0, self.ranks.world, self.ranks.count)
-        return all(self.first_shortage(first) is None for first in machines)
+        shortages = map(self.first_shortage, machines)
+        return not any(shortages)
 
     def first_shortage(self, first_rank: int | None = None) -> MemoryShortage | None:
         """The first memory that is too small, if any: on this machine, or on the one whose first rank is given."""
@@ -105,32 +107,48 @@ class MachineFit:
             outside = sum(rank.outside for rank in ranks)
             needed = certain_bytes(ranks) + outside
             parts = list_parts(ranks)
-            yield from shortage_of(f"GPU {number}", gpus[number], len(ranks), needed, parts)
-        copies = self.checkpoint_bytes(local)
-        yield from shortage_of("host memory", self.machine.host, len(local), copies, CHECKPOINT_COPY)
+            memory = gpus[number]
+            yield from shortage_of(f"GPU {number}", memory, ranks, needed, parts)
+        states = sum(rank.host for rank in local)
+        needed = states + self.checkpoint_bytes(local)
+        parts = CHECKPOINT_COPY
+        if states:
+            parts = f"optimizer states {states / GIB:,.1f}, {CHECKPOINT_COPY}"
+        yield from self.host_shortage(local, needed, parts)
 
     def cpu_shortages(self, local: Ranks) -> Iterator[MemoryShortage]:
         """A shortage of the host, whose memory all ranks share. The copy of a checkpoint stays allocated; that of a
         run's only checkpoint is made when no microbatch is live."""
-        steps = certain_bytes(local)
+        on_host = sum(rank.host for rank in local)
+        steps = certain_bytes(local) + on_host
         copies = self.checkpoint_bytes(local)
-        resident = sum(rank.state - rank.gradients for rank in local)
-        saves_before_end = self.config.train.steps > self.config.checkpoint.every
+        resident = sum(rank.state - rank.gradients + rank.host for rank in local)
+        every = self.config.checkpoint.every
+        saves_before_end = 0 < every < self.config.train.steps
         needed = max(steps, resident + copies)
         if saves_before_end:
             needed = steps + copies
         parts = f"{list_parts(local)}, {CHECKPOINT_COPY} {copies / GIB:,.1f}"
-        yield from shortage_of("host memory", self.machine.host, len(local), needed, parts)
+        yield from self.host_shortage(local, needed, parts)
+
+    def host_shortage(self, local: Ranks, needed: float, parts: str) -> Iterator[MemoryShortage]:
+        return shortage_of("host memory", self.machine.host, local, needed, parts)
 
     def checkpoint_bytes(self, local: Ranks) -> float:
         """Bytes of the ranks' files of a checkpoint, at least: moments, weights and fp32 main weights of their shares.
-        A parameter has two moments at most."""
+        A parameter has two moments at most; those in blocks are saved as fp32."""
+        if not self.config.checkpoint.every:
+            return 0.0
+        optim = self.config.optim
+        sizes = moment_sizes(optim)
         moments = sum(rank.moments for rank in local)
-        moment_bytes = 2 * STATE_ELEMENT_BYTES[self.config.optim.moments]
-        parameters = moments / moment_bytes
+        parameters = moments / sum(sizes)
+        saved = sum(SAVED_MOMENT_BYTES.get(size, 4) for size in sizes)
         wide = self.choices.recipe.wide
-        main = MAIN_WEIGHT_BYTES if wide < MAIN_WEIGHT_BYTES else 0
-        return moments + parameters * (wide + main)
+        has_main = wide < MAIN_WEIGHT_BYTES and optim.main != "none"
+        main = MAIN_WEIGHT_BYTES if has_main else 0
+        of_parameter = saved + wide + main
+        return parameters * of_parameter
 
 
 def choices_of_run(config: Config) -> PlanChoices:
@@ -138,7 +156,7 @@ def choices_of_run(config: Config) -> PlanChoices:
     facts = expected_facts(config)
     major, minor = facts.capability
     capability = 10 * major + minor
-    precision = facts.dtype
+    precision = "bf16" if facts.dtype == "fp16" else facts.dtype  # equally large
     if precision not in PRECISION_RECIPES:
         precision = "fp32"  # fp64 needs even more
     device = facts.device
@@ -153,15 +171,16 @@ def list_parts(ranks: Ranks) -> str:
     """Parts of the memory of all ranks together, in GiB."""
     sizes: list[str] = []
     for name in SHOWN_PARTS:
-        size = sum(getattr(rank, name) for rank in ranks) / GIB
+        total = sum(getattr(rank, name) for rank in ranks)
+        size = total / GIB
         if size >= SMALLEST_PART:
             sizes.append(f"{name} {size:,.1f}")
     return ", ".join(sizes)
 
 
-def shortage_of(memory: str, there: int | None, ranks: int, needed: float, parts: str) -> Iterator[MemoryShortage]:
+def shortage_of(memory: str, there: int | None, ranks: Ranks, needed: float, parts: str) -> Iterator[MemoryShortage]:
     if there is None:
         return
     most = there * (1 + PLAN_ERROR)
     if needed > most:
-        yield MemoryShortage(memory, ranks, needed, there, parts)
+        yield MemoryShortage(memory, len(ranks), needed, there, parts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from moefold.config.run import Config
@@ -23,11 +24,12 @@ from moefold.plan.memory.rank_stages import (
     StagePieces,
     stages_by_rank,
 )
-from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, resident_state
+from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, resident_state, shard_count
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
 CUBLAS_WORKSPACE = GIB / 16  # allocated by torch for cuBLAS
+UNITS_AT_A_TIME = 2  # one that is updated, and one that backward is in
 PIPELINE_MESSAGES = 4  # two received ahead and one sent, each way
 OP_DESCRIPTIONS = {"F": "forward", "D": "backward", "W": "weight gradients"}
 
@@ -89,7 +91,8 @@ def memory_by_rank(s: RunSetting, ranks: Iterable[int] | None = None) -> list[Ra
         kind = stages.kind
         if kind not in costs:
             costs[kind] = rank_kind_costs(s, stages)
-        memory.append(rank_memory(s, number, stages, costs[kind]))
+        of_rank = rank_memory(s, number, stages, costs[kind])
+        memory.append(of_rank)
     return memory
 
 
@@ -158,11 +161,13 @@ class PeakMoment(NamedTuple):
 def find_peak_moment(s: RunSetting, number: int, rank: RankStages, costs: RankKindCosts) -> PeakMoment:
     gradients = costs.state.gradients
     if s.grows_gradients:
-        moments = one_microbatch_moments(s, costs)
+        moments = one_microbatch_moments(s, rank, costs)
         peak = max(moments, key=lambda moment: moment.total)
     else:
         peak = program_peak(s, number, rank, costs)
-    # The optimizer runs when no microbatch is live.
+    # The optimizer runs when no microbatch is live, or inside backward.
+    if s.frees_gradients:
+        return peak
     if costs.update + gradients > peak.total:
         no_microbatch = (0,) * len(peak.live)
         return PeakMoment(0.0, 0.0, costs.update, gradients, no_microbatch, "optimizer step")
@@ -174,15 +179,30 @@ def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCo
     moment = s.moments[number].peak_moment(costs.full)
     kept, working = moment.bytes_held(costs.even)
     full_kept, full_working = moment.bytes_held(costs.full)
-    full = full_kept + full_working
+    full = full_kept + full_working - working
     kind, chunk = running_op(moment)
-    description = f"{OP_DESCRIPTIONS[kind]} of stage {rank.numbers[chunk]}"
+    op = OP_DESCRIPTIONS[kind]
+    description = f"{op} of stage {rank.numbers[chunk]}"
     gradients = costs.state.gradients
-    return PeakMoment(kept, full - working, working, gradients, moment.live, description)
+    return PeakMoment(kept, full, working, gradients, moment.live, description)
 
 
-def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[PeakMoment]:
+def most_gradients(s: RunSetting, rank: RankStages) -> float:
+    """Parameters whose gradients exist at a time: all, or those of two units, each a layer, where they are freed."""
+    if not s.frees_gradients:
+        return inf
+    units: list[float] = []
+    for pieces in rank.pieces:
+        for piece, layer in pieces:
+            parameters = s.count_piece(piece, layer).parameters
+            units.append(sum(parameters.values()))
+    largest = sorted(units)[-UNITS_AT_A_TIME:]
+    return sum(largest)
+
+
+def one_microbatch_moments(s: RunSetting, rank: RankStages, costs: RankKindCosts) -> Iterator[PeakMoment]:
     """Moments of a step's only microbatch: forward, with no gradient allocated, and every step of backward."""
+    most = most_gradients(s, rank)
     gradient_bytes = STATE_ELEMENT_BYTES[s.optim.gradients]
     even = costs.stages[0]
     full = costs.fullest[0]
@@ -194,7 +214,7 @@ def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[Peak
         full_freed, _, full_workspace = full_step
         kept = even.kept - even_freed
         fullest_kept = full.kept - full_freed + full_workspace - even_workspace
-        gradients = with_gradients * gradient_bytes
+        gradients = min(with_gradients, most) * gradient_bytes
         yield PeakMoment(kept, fullest_kept, even_workspace, gradients, (1,), "backward of stage 0")
 
 
@@ -205,7 +225,7 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
     moments = state.moments
     host = 0.0
     # Offloaded state and activations are counted on the host instead.
-    if s.choices.states_on_host:
+    if s.states_on_host:
         host = main + moments
         main = moments = 0.0
     for microbatches, stage in zip(peak.live, costs.stages, strict=True):
@@ -232,7 +252,7 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
 
 def optimizer_workspace(s: RunSetting, state: ResidentState) -> float:
     """Bytes of the reduced gradients that the optimizer reads."""
-    if s.choices.stack != "moefold":
+    if s.choices.stack != "moefold" or s.choices.sharding == "fsdp":
         return 0.0
     return state.reduced * STATE_ELEMENT_BYTES[s.optim.gradients]
 
@@ -242,24 +262,53 @@ def layer_count(pieces: StagePieces) -> int:
 
 
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
-    """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also the whole weights of two layers and
-    the whole gradients of one."""
+    """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also whole weights and gradients."""
     model = s.model
     choices = s.choices
     wide = choices.recipe.wide
     size = CUBLAS_WORKSPACE if choices.device == "cuda" else 0.0
     if s.parallel.pp > 1:
         streams = 1 + rank.aside
-        size += PIPELINE_MESSAGES * s.portion.tokens * model.hidden * wide * streams
+        elements = PIPELINE_MESSAGES * s.portion.tokens * model.hidden
+        size += elements * wide * streams
     if choices.stack == "moefold":  # one RoPE table for all layers, in fp32
         rotated = model.attention.rope_dim or model.attention.head_dim
         size += s.portion.seq_len * rotated * 4
     if choices.sharding == "fsdp":
+        size += whole_unit_bytes(s, rank, state)
+    return size
+
+
+def whole_unit_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
+    """Bytes of whole weights and gradients with FSDP: of two layers and of one; in this trainer of the two largest
+    units, the one in use and the next, and gradients of the one in backward and of that on its way."""
+    wide = s.recipe.wide
+    gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
+    if s.choices.stack != "moefold":
         layers = sum(map(layer_count, rank.pieces))
         layer_parameters = state.parameters / max(1, layers)
-        gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
-        size += layer_parameters * (2 * wide + gradient)
-    return size
+        return layer_parameters * (2 * wide + gradient)
+    whole = parameters_of_two_units(s, rank)
+    return whole * (wide + gradient)
+
+
+def parameters_of_two_units(s: RunSetting, rank: RankStages) -> float:
+    """Parameters of the two largest units of a rank, which are whole at a time in a fully sharded run."""
+    units: list[float] = []
+    for pieces in rank.pieces:
+        units += [sharded_parameters(s, *piece) for piece in pieces]
+    largest = sorted(units)[-2:]
+    return sum(largest)
+
+
+def sharded_parameters(s: RunSetting, piece: str, layer: int) -> float:
+    """Parameters of a piece that are shared out among replicas: others are whole on every rank."""
+    counts = s.count_piece(piece, layer).parameters
+    sharded = 0
+    for kind, count in counts.items():
+        if shard_count(s, kind) > 1:
+            sharded += count
+    return sharded
 
 
 def graph_input_bytes(s: RunSetting, rank: RankStages, live: tuple[int, ...]) -> float:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from moefold.anatomy.stage_contents import Stage, pipeline_stages, rank_of_each_stage
 from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig
-from moefold.plan.layer.layer_costs import ParameterClass, PieceCount, count_piece, first_alike_layers
+from moefold.plan.layer.layer_costs import ParameterClass, PieceCount, StepCount, count_piece, first_alike_layers
 from moefold.plan.layer.rank_shapes import RankPortion
 from moefold.plan.options import PlanChoices
 
 StagePieces = tuple[tuple[str, int], ...]  # letters as in a layout, each with the first layer of the same kind
 BackwardStep = tuple[float, float, float]  # bytes freed so far, parameters with gradients, workspace
+
+
+class MemoryEntries(NamedTuple):
+    """Entries of `memory` by which layers differ."""
+
+    recompute: tuple[str, ...]
+    offload: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,9 @@ class StageCount:
 
 
 def pieces_of_stage(
-    model: ModelConfig, stage: Stage, precision: PrecisionConfig, recompute: tuple[str, ...]
+    model: ModelConfig, stage: Stage, precision: PrecisionConfig, policies: MemoryEntries
 ) -> StagePieces:
-    alike = first_alike_layers(model, precision, recompute)
+    alike = first_alike_layers(model, precision, *policies)
     pieces: list[tuple[str, int]] = []
     if stage.embeds:
         pieces.append(("E", 0))
@@ -67,12 +75,21 @@ def count_stage(
 
     # From the last step back: bytes saved by later steps do not exist yet in forward, and are freed again in backward,
     # except for bytes that wait for a deferred weight gradient.
-    saved_later = freed = forward = backward = with_gradients = 0.0
+    saved_later = 0.0
+    freed = 0.0
+    forward = 0.0
+    backward = 0.0
+    with_gradients = 0.0
     backward_steps: list[BackwardStep] = []
-    for count in reversed(counts):
+    numbered = list(enumerate(counts))
+    for number, count in reversed(numbered):
+        # The layer before is on its way to the host in forward, and on its way back in backward.
+        neighbour = counts[number - 1].offloaded if number else 0.0
         for step in reversed(count.steps):
+            own = count.offloaded_through(step)
             forward_workspace, backward_workspace = step.working
-            workspace = backward_workspace + count.restored_at(step)
+            forward_workspace += neighbour + own
+            workspace = backward_workspace + count.recomputed_at(step) + neighbour + own
             forward = max(forward, forward_workspace - saved_later)
             backward = max(backward, workspace - freed)
             backward_steps.append((freed, with_gradients, workspace))
@@ -82,7 +99,9 @@ def count_stage(
                 freed -= step.waiting
             with_gradients += sum(size for _, size in step.parameters)
 
-    steps = [step for piece in counts for step in piece.steps]
+    steps: list[StepCount] = []
+    for piece in counts:
+        steps += piece.steps
     return StageCount(
         parameters=tuple(parameters.items()),
         quantized=sum(step.quantized for step in steps),
@@ -90,22 +109,12 @@ def count_stage(
         requantised=sum(step.requantised for step in steps),
         kept=saved_later,
         restored_bytes=sum(piece.restored_bytes for piece in counts),
-        offloaded=offloaded_bytes(counts),
+        offloaded=sum(piece.offloaded for piece in counts),
         waiting=sum(step.waiting for step in steps),
         forward=forward,
         backward=max(backward, -freed),
         backward_steps=tuple(backward_steps),
     )
-
-
-def offloaded_bytes(counts: list[PieceCount]) -> float:
-    size = 0.0
-    for piece in counts:
-        for step in piece.steps:
-            for tensor in step.saved:
-                if tensor.fate == "offloaded":
-                    size += tensor.bytes
-    return size
 
 
 RankKind = tuple[tuple[StagePieces, ...], bool, int]
@@ -133,7 +142,8 @@ def stages_by_rank(config: Config) -> list[RankStages]:
     seq_len = config.data.seq_len
     places = (seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
     of_some_layers = tuple(entry for entry in config.memory.recompute if "@" in entry)
-    return arrange_stages(config.model, *places, config.precision, of_some_layers)
+    policies = MemoryEntries(of_some_layers, config.memory.offload)
+    return arrange_stages(config.model, *places, config.precision, policies)
 
 
 @lru_cache(maxsize=4096)
@@ -145,30 +155,34 @@ def arrange_stages(
     schedule: str,
     layout: str,
     precision: PrecisionConfig,
-    recompute: tuple[str, ...],
+    policies: MemoryEntries,
 ) -> list[RankStages]:
     """Stages of every rank. Cached: an even cut takes milliseconds, and a search needs the same cut often."""
     pipeline = PipelineConfig(schedule=schedule, vpp=vpp, layout=layout)  # pyright: ignore[reportArgumentType]
     data = DataConfig(seq_len=seq_len)
     parallel = ParallelConfig(pp=pp)
     config = Config(model=model, data=data, parallel=parallel, pipeline=pipeline)
-    stages_of: list[list[Stage]] = [[] for _ in range(pp)]
+    stages_of = defaultdict[int, list[Stage]](list)
     stages = pipeline_stages(config)
     homes = rank_of_each_stage(config)
     for stage, rank in zip(stages, homes, strict=True):
         stages_of[rank].append(stage)
-    return [rank_stages(model, stages, precision, recompute) for stages in stages_of]
+    by_rank: list[RankStages] = []
+    for rank in range(pp):
+        of_rank = rank_stages(model, stages_of[rank], precision, policies)
+        by_rank.append(of_rank)
+    return by_rank
 
 
 def rank_stages(
-    model: ModelConfig, stages: list[Stage], precision: PrecisionConfig, recompute: tuple[str, ...]
+    model: ModelConfig, stages: list[Stage], precision: PrecisionConfig, policies: MemoryEntries
 ) -> RankStages:
     embeds = any(stage.embeds for stage in stages)
     reads_embedding = any(stage.uses_embedding for stage in stages)
     has_tied_head = model.tied_head and any(stage.predicts for stage in stages)
     return RankStages(
         numbers=tuple(stage.number for stage in stages),
-        pieces=tuple(pieces_of_stage(model, stage, precision, recompute) for stage in stages),
+        pieces=tuple(pieces_of_stage(model, stage, precision, policies) for stage in stages),
         copies_embedding=(reads_embedding or has_tied_head) and not embeds,
         aside=max(stage.aside for stage in stages),
     )

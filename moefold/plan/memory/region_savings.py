@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moefold.config.memory_regions import REBUILT_REGIONS, regions_by_layer
-from moefold.config.run import Config, MemoryConfig
+from moefold.config.memory_regions import REBUILT_REGIONS, parse_offload, ranges_in_words, regions_by_layer
+from moefold.config.run import Config, MemoryConfig, ModelConfig
 from moefold.plan.memory.peak_memory import stage_counts
 from moefold.plan.memory.rank_stages import stages_by_rank
 from moefold.plan.memory.run_setting import build_run_setting
@@ -21,18 +21,35 @@ def saved_by_regions(config: Config, world: int, choices: PlanChoices) -> dict[s
     everything = kept_with(config, world, choices, ())
     saved: dict[str, float] = {}
     for name in REBUILT_REGIONS:
-        saved[name] = everything - kept_with(config, world, choices, (name,))
+        rest = kept_with(config, world, choices, (name,))
+        saved[name] = everything - rest
     return saved
 
 
 def kept_with(config: Config, world: int, choices: PlanChoices, recompute: tuple[str, ...]) -> float:
-    changed = replace(config, memory=MemoryConfig(recompute=recompute))
-    setting = build_run_setting(changed, world, replace(choices, recompute=recompute))
+    memory = MemoryConfig(recompute=recompute)
+    changed = replace(config, memory=memory)
+    choices = replace(choices, recompute=recompute)
+    setting = build_run_setting(changed, world, choices)
     first_rank = stages_by_rank(setting.config)[0]
-    return sum(stage.kept for stage in stage_counts(setting, first_rank))
+    counts = stage_counts(setting, first_rank)
+    return sum(stage.kept for stage in counts)
+
+
+def offloaded_layers(config: Config) -> dict[str, str]:
+    """By offloaded region: its layers in words."""
+    offloaded = parse_offload(config.memory.offload, all_layers(config.model))
+    in_words: dict[str, str] = {}
+    for name, layers in offloaded.items():
+        ranges = ranges_in_words(layers)
+        in_words[name] = f"layers {ranges}"
+    return in_words
 
 
 def recomputed_layers(config: Config) -> dict[str, str]:
     """By recomputed region: its layers in words."""
-    layers = config.model.layers + config.model.mtp
-    return regions_by_layer(config.memory.recompute, layers)
+    return regions_by_layer(config.memory.recompute, all_layers(config.model))
+
+
+def all_layers(model: ModelConfig) -> int:
+    return model.layers + model.mtp

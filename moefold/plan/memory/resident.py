@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
+from moefold.config.run import OptimConfig
 from moefold.layout.placement import GRID_AXES
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.memory.rank_stages import RankStages, StageCount
 from moefold.plan.memory.run_setting import RunSetting
 
-STATE_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
-MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2}  # of a main weight, beside the bf16 weight
+BLOCK_SCALE = 4 / 128  # bytes: an fp32 scale for 128 elements
+STATE_ELEMENT_BYTES = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2 + BLOCK_SCALE,
+    "fp8": 1 + BLOCK_SCALE,
+    "int8": 1 + BLOCK_SCALE,
+}
+MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2, "none": 0}  # of a main weight, beside the bf16 weight
 ADAMW_PIECES = ("E", "L")  # embedding and head, whatever the rule of matrices
-FEWEST_MOMENTS = {"muon": 1}  # of a parameter, by rule; of any other rule two
 
 
 @dataclass(frozen=True)
@@ -37,17 +44,21 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
     copies that GEMMs read."""
     recipe = s.recipe
     optim = s.optim
-    parameters = share = reduced = 0.0
-    for kind, count in rank_parameters(s, rank, stages).items():
-        replicas = replica_count(s, kind)
+    parameters = 0.0
+    share = 0.0
+    reduced = 0.0
+    by_kind = rank_parameters(s, rank, stages)
+    for kind, count in by_kind.items():
+        shards = shard_count(s, kind)
         parameters += count
-        share += count / replicas
-        if replicas > 1:
-            reduced += count / replicas
+        share += count / shards
+        if replica_count(s, kind) > 1:
+            reduced += count / shards
 
     # Parameters whose weights, and whose optimizer state, are on this rank.
-    weight_count = share if s.choices.sharding == "fsdp" else parameters
-    state_count = parameters if s.choices.sharding == "none" else share
+    sharding = s.choices.sharding
+    weight_count = share if sharding == "fsdp" else parameters
+    state_count = parameters if sharding == "none" else share
     held = weight_count / parameters
     quantized = sum(stage.quantized for stage in stages) * held
     copies = sum(stage.copies for stage in stages) * held
@@ -62,7 +73,7 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         copies=copies,
         gradients=weight_count * STATE_ELEMENT_BYTES[optim.gradients],
         main=main_weight_bytes(s, state_count, quantized * state_count / weight_count),
-        moments=moment_count(s, rank, state_count) * STATE_ELEMENT_BYTES[optim.moments],
+        moments=moment_bytes(s, rank, state_count),
     )
 
 
@@ -70,15 +81,30 @@ def main_weight_bytes(s: RunSetting, count: float, quantized: float) -> float:
     """Bytes of the main weights of so many parameters, some of them quantised. Weights that are stored in FP8 alone
     have fp32 main weights; of the rest, fp32 weights are their own."""
     stored = quantized if s.stores_fp8 else 0.0
-    beside = MAIN_WEIGHT_BYTES[s.optim.main] if s.recipe.wide < 4 else 0
-    return (count - stored) * beside + stored * MAIN_WEIGHT_BYTES["fp32"]
+    has_main = s.recipe.wide < 4
+    beside = MAIN_WEIGHT_BYTES[s.optim.main] if has_main else 0
+    of_stored = stored * MAIN_WEIGHT_BYTES["fp32"]
+    return (count - stored) * beside + of_stored
 
 
-def moment_count(s: RunSetting, rank: RankStages, state_count: float) -> float:
-    """Elements of the optimizer's moments on a rank. Under Muon a parameter has one, its momentum; embedding and head
-    are left to AdamW and have two. Norms and biases, and what `optim.groups` says, are not counted apart."""
+def moment_sizes(optim: OptimConfig) -> tuple[float, float]:
+    """Bytes of an element of the first and of the second moment."""
+    second = optim.moments if optim.second_moment == "as_first" else optim.second_moment
+    return STATE_ELEMENT_BYTES[optim.moments], STATE_ELEMENT_BYTES[second]
+
+
+def fewest_moment_bytes(optim: OptimConfig) -> float:
+    """Bytes of a parameter's moments: of Muon's momentum, or of the two of any other rule."""
+    first, second = moment_sizes(optim)
+    return first if optim.rule == "muon" else first + second
+
+
+def moment_bytes(s: RunSetting, rank: RankStages, state_count: float) -> float:
+    """Bytes of the optimizer's moments on a rank. Under Muon a parameter has one, its momentum; embedding and head are
+    left to AdamW and have two. Norms and biases, and what `optim.groups` says, are not counted apart."""
+    first, second = moment_sizes(s.optim)
     if s.optim.rule != "muon":
-        return 2 * state_count
+        return state_count * (first + second)
     of_adamw: Counter[ParameterClass] = Counter()
     for pieces in rank.pieces:
         for piece, layer in pieces:
@@ -87,8 +113,11 @@ def moment_count(s: RunSetting, rank: RankStages, state_count: float) -> float:
     if rank.copies_embedding:
         of_adamw.update(s.count_piece("E", 0).parameters)
     is_sharded = s.choices.sharding != "none"
-    second_moments = sum(count / (replica_count(s, kind) if is_sharded else 1) for kind, count in of_adamw.items())
-    return state_count + second_moments
+    second_moments = 0
+    for kind, count in of_adamw.items():
+        shards = shard_count(s, kind) if is_sharded else 1
+        second_moments += count / shards
+    return state_count * first + second_moments * second
 
 
 def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> Counter[ParameterClass]:
@@ -99,6 +128,12 @@ def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -
         embedding = s.count_piece("E", 0)
         parameters.update(embedding.parameters)
     return parameters
+
+
+def shard_count(s: RunSetting, kind: ParameterClass) -> int:
+    """Number of ranks among which the replicas of a class are shared out: all of them, or those of one copy."""
+    replicas = replica_count(s, kind)
+    return replicas // gcd(replicas, s.config.shard.replicas)
 
 
 def replica_count(s: RunSetting, kind: ParameterClass) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import sqrt
+from math import gcd, sqrt
 from statistics import NormalDist
 
 from moefold.anatomy.step_specs import sliding_window_of
@@ -19,7 +19,7 @@ from moefold.config.run import (
     TrainConfig,
 )
 from moefold.dispatch.price import cheapest_dispatcher
-from moefold.plan.layer.layer_costs import PieceCount, count_piece
+from moefold.plan.layer.layer_costs import PieceCount, count_piece, is_last_layer
 from moefold.plan.layer.layer_recipes import quantises_products, recipes_of_layers
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes, make_rank_portion
 from moefold.plan.memory.live_microbatches import RankMoments, moments_by_rank
@@ -91,10 +91,13 @@ class RunSetting:
         return count_stage(self.model, pieces, self.portion, self.choices, load)
 
     def layer_shapes(self, layer: int) -> RankShapes:
-        window = sliding_window_of(self.model, layer)
-        products = recipes_of_layers(self.model, self.portion.precision)[layer]
-        choices = self.choices.in_layer(layer)
-        return RankShapes(self.model, self.portion, choices, window, products=products)
+        model = self.model
+        portion = self.portion
+        window = sliding_window_of(model, layer)
+        recipes = recipes_of_layers(model, portion.precision)
+        is_last = is_last_layer(model, layer)
+        choices = self.choices.in_layer(layer, is_last)
+        return RankShapes(model, portion, choices, window, products=recipes[layer])
 
     @cached_property
     def degrees(self) -> dict[str, int]:
@@ -106,12 +109,32 @@ class RunSetting:
         degrees["edp"] = max(1, self.world // expert_ranks)
         return degrees
 
+    def shards_of(self, grid: str) -> int:
+        """Number of ranks among which the parameters of a grid are shared out, in one copy of all shares."""
+        replicas = self.degrees["edp"]
+        if grid == "dense":
+            replicas = self.degrees["dp"] * self.parallel.cp
+        return replicas // gcd(replicas, self.config.shard.replicas)
+
     @property
     def grows_gradients(self) -> bool:
         """Whether gradients are allocated one by one while activations are freed: moefold allocates a gradient when
-        backward reaches its parameter, and keeps it for later microbatches."""
+        backward reaches its parameter, and keeps it for later microbatches. Fully sharded gradients do not grow: those
+        of a unit are reduced when backward has left it."""
         stages = self.parallel.pp * self.pipeline.vpp
-        return self.choices.stack == "moefold" and self.microbatches == 1 and stages == 1
+        choices = self.choices
+        keeps_gradients = choices.stack == "moefold" and choices.sharding != "fsdp"
+        return keeps_gradients and self.microbatches == 1 and stages == 1
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether moments and main weights are in host memory."""
+        return self.choices.states_on_host or self.optim.states == "host"
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are freed while backward runs: units are updated inside it."""
+        return self.optim.when == "backward" and self.grows_gradients
 
     @cached_property
     def outside(self) -> float:
@@ -133,7 +156,8 @@ class RunSetting:
         expert_variance = choices.spread**2 * portion.ep / moe.experts
         sampling_variance = 1 / max(1.0, portion.tokens * moe.top_k)
         variance = expert_variance + sampling_variance
-        deviation = sqrt((1 - 1 / portion.ep) * variance)
+        others = 1 - 1 / portion.ep
+        deviation = sqrt(others * variance)
         load = 1 + normal_deviations(choices.quantile) * deviation
         return round(max(1.0, load), 4)
 
@@ -155,7 +179,8 @@ def microbatches_per_step(config: Config, world: int) -> int:
     train = config.train
     ranks_of_replica = p.tp * p.cp * p.pp
     dp = max(1, world // ranks_of_replica)
-    return max(1, train.global_batch // (dp * train.micro_batch))
+    sequences = dp * train.micro_batch
+    return max(1, train.global_batch // sequences)
 
 
 def defers_weight_gradients(config: Config, choices: PlanChoices, separate_wgrad: bool) -> bool:
@@ -178,18 +203,28 @@ def check_product_recipes(config: Config, choices: PlanChoices) -> None:
         raise UserError(f"{recipe} is a recipe of moefold's layers, not of stack {choices.stack}; set --stack moefold")
 
 
-def agree_on_recompute(config: Config, choices: PlanChoices) -> tuple[Config, PlanChoices]:
+def agree_on_regions(config: Config, choices: PlanChoices) -> tuple[Config, PlanChoices]:
     """Both with the regions of the choices, or where these name none with those of the configuration."""
-    recompute = choices.recompute or config.memory.recompute
-    if choices.recompute == config.memory.recompute:
+    memory = config.memory
+    recompute = choices.recompute or memory.recompute
+    offload = choices.offload or memory.offload
+    if (choices.recompute, choices.offload) == (memory.recompute, memory.offload):
         return config, choices
-    memory = replace(config.memory, recompute=recompute)
-    agreed = replace(choices, recompute=recompute)
+    memory = replace(memory, recompute=recompute, offload=offload)
+    agreed = replace(choices, recompute=recompute, offload=offload)
     return replace(config, memory=memory), agreed
 
 
+def agree_on_sharding(config: Config, choices: PlanChoices) -> PlanChoices:
+    """The choices of a run: `shard.mode zero3` is the sharding fsdp."""
+    if config.shard.mode == "zero3":
+        return replace(choices, sharding="fsdp")
+    return choices
+
+
 def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
-    config, choices = agree_on_recompute(config, choices)
+    config, choices = agree_on_regions(config, choices)
+    choices = agree_on_sharding(config, choices)
     check_product_recipes(config, choices)
     pipeline = config.pipeline
     pp = config.parallel.pp

@@ -29,7 +29,7 @@ from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.memory.peak_memory import CUBLAS_WORKSPACE, PIPELINE_MESSAGES
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
-from moefold.plan.memory.resident import FEWEST_MOMENTS, MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES
+from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
 from moefold.plan.memory.run_setting import GIB, RunSetting, defers_weight_gradients, microbatches_per_step
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds, optimizer_bytes
@@ -37,7 +37,7 @@ from moefold.plan.time.step_times import StepClock
 from moefold.schedule.simulate_program import OpLanes, paired_duration
 
 PieceKind = tuple[str, int]
-LiveStages = tuple[int, ...]  # live microbatches of each stage of a rank
+StageNumbers = tuple[int, ...]  # the stages of a rank
 BOUNDED_SCHEDULES = ("1f1b", "interleaved")  # of other schedules only the work of a rank is counted
 
 
@@ -46,7 +46,7 @@ class PipelineCut:
     """A model cut over its pipeline ranks: its distinct stages, and for each rank the numbers of its stages."""
 
     stages: tuple[StagePieces, ...]
-    by_rank: tuple[tuple[int, ...], ...]
+    by_rank: tuple[StageNumbers, ...]
 
     @cached_property
     def kinds(self) -> set[PieceKind]:
@@ -58,7 +58,7 @@ class PipelineCut:
     @cached_property
     def distinct_ranks(self) -> list[int]:
         """The first of the ranks with the same stages: it has the most live microbatches of them."""
-        first: dict[tuple[int, ...], int] = {}
+        first: dict[StageNumbers, int] = {}
         for rank, stages in enumerate(self.by_rank):
             first.setdefault(stages, rank)
         return list(first.values())
@@ -66,18 +66,59 @@ class PipelineCut:
 
 def cut_pipeline(config: Config) -> PipelineCut:
     numbers: dict[StagePieces, int] = {}
-    by_rank: list[tuple[int, ...]] = []
+    by_rank: list[StageNumbers] = []
     for rank in stages_by_rank(config):
-        stages = [numbers.setdefault(pieces, len(numbers)) for pieces in rank.pieces]
+        stages: list[int] = []
+        for pieces in rank.pieces:
+            next_number = len(numbers)
+            number = numbers.setdefault(pieces, next_number)
+            stages.append(number)
         by_rank.append(tuple(stages))
-    return PipelineCut(tuple(numbers), tuple(by_rank))
+    distinct = tuple(numbers)
+    return PipelineCut(distinct, tuple(by_rank))
+
+
+class PipelineShape(NamedTuple):
+    """Pipeline ranks, stages of each, and whether forwards and backwards are paired."""
+
+    pp: int
+    vpp: int
+    pair: bool
+
+    def lone_forwards(self, rank: int) -> int:
+        """Forwards that a rank runs before its first backward."""
+        later_ranks = self.pp - rank - 1
+        if self.vpp == 1 and not self.pair:
+            return later_ranks + 1
+        return 2 * later_ranks + (self.vpp - 1) * self.pp + 1
+
+    def forwards_of_stage(self, forwards: int, place: int) -> int:
+        """Of a rank's first forwards, those of its stage at this place: p microbatches of each stage in turn."""
+        pp = self.pp
+        if self.vpp == 1:
+            return forwards
+        rounds, rest = divmod(forwards, pp * self.vpp)
+        begun = max(0, rest - place * pp)
+        return rounds * pp + min(pp, begun)
+
+    def backwards_of_stage(self, backwards: int, place: int) -> int:
+        """The same of backwards, which begin with the last stage."""
+        turn = self.vpp - 1 - place
+        return self.forwards_of_stage(backwards, turn)
+
+
+def pipeline_shape(s: RunSetting) -> PipelineShape:
+    pipeline = s.pipeline
+    return PipelineShape(s.parallel.pp, pipeline.vpp, pipeline.pair)
 
 
 def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
     """A setting without a simulated program, which closed forms do not need. The dispatcher must be chosen."""
     microbatches = microbatches_per_step(config, world)
     defers_wgrad = defers_weight_gradients(config, choices, config.pipeline.defer)
-    portion = make_rank_portion(config, config.parallel.dispatcher, defers_wgrad, accumulates=microbatches > 1)
+    dispatcher = config.parallel.dispatcher
+    accumulates = microbatches > 1
+    portion = make_rank_portion(config, dispatcher, defers_wgrad, accumulates)
     return RunSetting(config, world, choices, portion, [], microbatches)
 
 
@@ -95,6 +136,17 @@ class StageSeconds(NamedTuple):
     @property
     def backward(self) -> float:
         return sum(self.D) + sum(self.W)
+
+    @property
+    def forward_compute(self) -> float:
+        compute, _ = self.F
+        return compute
+
+    @property
+    def backward_compute(self) -> float:
+        data_gradient, _ = self.D
+        weight_gradient, _ = self.W
+        return data_gradient + weight_gradient
 
 
 class StageMemory(NamedTuple):
@@ -115,8 +167,9 @@ StageMemories = Sequence[StageMemory]
 
 
 def time_piece(clock: StepClock, kind: PieceKind) -> StageSeconds:
-    F, D, W = clock.time_piece(*kind)
-    return StageSeconds((F.compute, F.travel), (D.compute, D.travel), (W.compute, W.travel))
+    ops = clock.time_piece(*kind)
+    F, D, W = [(op.compute, op.travel) for op in ops]
+    return StageSeconds(F, D, W)
 
 
 def measure_piece(s: RunSetting, kind: PieceKind) -> StageMemory:
@@ -124,9 +177,16 @@ def measure_piece(s: RunSetting, kind: PieceKind) -> StageMemory:
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), parameters in count.parameters:
         grids[grid] += parameters
-    waiting = count.waiting if s.portion.defers_wgrad else 0.0
-    parameters = (grids["dense"], grids["expert"], count.quantized)
-    return StageMemory(count.kept, waiting, count.backward, *parameters, count.copies)
+    defers_wgrad = s.portion.defers_wgrad
+    return StageMemory(
+        kept=count.kept,
+        waiting=count.waiting if defers_wgrad else 0.0,
+        workspace=count.backward,
+        dense=grids["dense"],
+        expert=grids["expert"],
+        quantized=count.quantized,
+        copies=count.copies,
+    )
 
 
 def time_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageSeconds]) -> list[StageSeconds]:
@@ -134,13 +194,16 @@ def time_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageSeconds]) -> l
     stages: list[StageSeconds] = []
     for kinds in cut.stages:
         held = [pieces[kind] for kind in kinds]
-        F, D, W = map(sum_lanes, zip(*held, strict=True))
+        F = sum_lanes([piece.F for piece in held])
+        D = sum_lanes([piece.D for piece in held])
+        W = sum_lanes([piece.W for piece in held])
         stages.append(StageSeconds(F, D, W))
     return stages
 
 
 def sum_lanes(ops: Sequence[OpLanes]) -> OpLanes:
-    compute, comm = map(sum, zip(*ops, strict=True))
+    lanes = zip(*ops, strict=True)
+    compute, comm = map(sum, lanes)
     return compute, comm
 
 
@@ -150,11 +213,15 @@ def measure_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageMemory]) ->
     stages: list[StageMemory] = []
     for kinds in cut.stages:
         held = [pieces[kind] for kind in kinds]
-        freed = workspace = 0.0
+        freed = 0.0
+        workspace = 0.0
         for piece in reversed(held):
-            workspace = max(workspace, piece.workspace - freed)
+            needed = piece.workspace - freed
+            workspace = max(workspace, needed)
             freed += piece.kept - piece.waiting
-        total = StageMemory(*map(sum, zip(*held, strict=True)))
+        columns = zip(*held, strict=True)
+        sums = map(sum, columns)
+        total = StageMemory(*sums)
         stages.append(total._replace(workspace=workspace))
     return stages
 
@@ -170,32 +237,30 @@ def least_step_seconds(
         numbers = cut.by_rank[rank]
         times = [seconds[number] for number in numbers]
         held = [memory[number] for number in numbers]
-        update = max(update, least_update_seconds(s, cluster, times, held))
-    return PipelineBound(s, cluster, cut, seconds).seconds + update
-
-
-def lone_forwards(pp: int, vpp: int, rank: int, pair: bool) -> int:
-    """Forwards that a rank runs before its first backward."""
-    later_ranks = pp - rank - 1
-    if vpp == 1 and not pair:
-        return later_ranks + 1
-    return 2 * later_ranks + (vpp - 1) * pp + 1
+        of_rank = least_update_seconds(s, cluster, times, held)
+        update = max(update, of_rank)
+    bound = PipelineBound(s, cluster, cut, seconds)
+    return bound.seconds + update
 
 
 class PipelineBound:
     """The least time of a pipeline: the largest of its ranks' bounds."""
 
     def __init__(self, s: RunSetting, cluster: Cluster, cut: PipelineCut, stages: StageTimes):
-        self.pp = s.parallel.pp
-        self.vpp = s.pipeline.vpp
-        self.pair = s.pipeline.pair
+        pipeline = s.pipeline
+        self.shape = pipeline_shape(s)
+        self.pp = self.shape.pp
+        self.vpp = self.shape.vpp
+        self.pair = self.shape.pair
         self.microbatches = s.microbatches
-        self.bounded = s.pipeline.schedule in BOUNDED_SCHEDULES and not s.pipeline.defer
+        is_bounded_schedule = pipeline.schedule in BOUNDED_SCHEDULES
+        self.bounded = is_bounded_schedule and not pipeline.defer
         self.send = neighbour_send_seconds(s, cluster)
-        self.by_rank: list[list[StageSeconds]] = []
+        self.by_rank: list[StageTimes] = []
         for numbers in cut.by_rank:
-            self.by_rank.append([stages[number] for number in numbers])
-        self.pair_seconds: dict[tuple[int, int], float] = {}
+            of_rank = [stages[number] for number in numbers]
+            self.by_rank.append(of_rank)
+        self.pair_seconds: dict[StageNumbers, float] = {}
 
     @property
     def seconds(self) -> float:
@@ -203,82 +268,104 @@ class PipelineBound:
             work = map(self.rank_work_seconds, range(self.pp))
             return max(work)
         # Seconds of earlier ranks' first stages, and of later ranks' last stages.
-        send = self.send
         first = [rank[0] for rank in self.by_rank]
         last = [rank[-1] for rank in self.by_rank]
         last.reverse()
-        fill = running_sums([stage.forward + send for stage in first])
-        drain = running_sums([stage.backward + send for stage in first])
-        later = running_sums([stage.backward + send for stage in last])
-        all_forwards = -send
+        forwards = self.forwards_with_send(first)
+        fill = running_sums(forwards)
+        drain = running_sums(self.backwards_with_send(first))
+        later = running_sums(self.backwards_with_send(last))
+        all_forwards = -self.send
         for stages in self.by_rank:
-            all_forwards += sum(stage.forward + send for stage in stages)
+            all_forwards += sum(self.forwards_with_send(stages))
         longest = 0.0
         for rank in range(self.pp):
-            first_backward = all_forwards + later[self.pp - 1 - rank]
+            later_ranks = self.pp - 1 - rank
+            first_backward = all_forwards + later[later_ranks]
             after = self.seconds_from_first_backward(rank, first_backward, fill[rank])
-            longest = max(longest, after + drain[rank])
+            end = after + drain[rank]
+            longest = max(longest, end)
         return longest
+
+    def forwards_with_send(self, stages: StageTimes) -> list[float]:
+        return [stage.forward + self.send for stage in stages]
+
+    def backwards_with_send(self, stages: StageTimes) -> list[float]:
+        return [stage.backward + self.send for stage in stages]
 
     def seconds_from_first_backward(self, rank: int, first_backward: float, fill: float) -> float:
         """When the last slot of a rank ends, given the earliest start of its first backward and of its first
         forward."""
+        shape = self.shape
         stages = self.by_rank[rank]
         slots = self.microbatches * self.vpp
-        lone = min(slots, lone_forwards(self.pp, self.vpp, rank, self.pair))
-        forward = backward = lone_forward = paired_backward = 0.0
+        lone = min(slots, shape.lone_forwards(rank))
+        pairs = slots - lone
+        forward = 0.0
+        backward = 0.0
+        lone_forward = 0.0
+        paired_backward = 0.0
         for place, stage in enumerate(stages):
-            turn = self.vpp - 1 - place  # backwards begin with the last stage
-            lone_here = forwards_of_stage(lone, place, self.pp, self.vpp)
-            paired_here = forwards_of_stage(slots - lone, turn, self.pp, self.vpp)
+            lone_here = shape.forwards_of_stage(lone, place)
+            paired_here = shape.backwards_of_stage(pairs, place)
             forward += self.microbatches * stage.forward
             backward += self.microbatches * stage.backward
             lone_forward += lone_here * stage.forward
             paired_backward += paired_here * stage.backward
-        start = max(first_backward, fill + lone_forward)
+        forwards_end = fill + lone_forward
+        start = max(first_backward, forwards_end)
         if not self.pair:
             return start + backward + forward - lone_forward
         lone_backward = backward - paired_backward
-        return start + lone_backward + self.seconds_of_pairs(rank, slots - lone)
+        return start + lone_backward + self.seconds_of_pairs(rank, pairs)
 
     def seconds_of_pairs(self, rank: int, pairs: int) -> float:
         """Seconds of a rank's paired slots, whose stages come in cycles."""
         cycle = self.pp * self.vpp
         cycles, rest = divmod(pairs, cycle)
         whole = self.seconds_of_first_pairs(rank, cycle) if cycles else 0.0
-        return cycles * whole + self.seconds_of_first_pairs(rank, rest)
+        begun = self.seconds_of_first_pairs(rank, rest)
+        return cycles * whole + begun
 
     def seconds_of_first_pairs(self, rank: int, pairs: int) -> float:
         """Seconds of the first pairs of a cycle. Backwards visit the rank's stages in reverse order, p microbatches
         each, and forwards are ahead of them by the lone forwards."""
         stages = self.by_rank[rank]
-        ahead = 2 * (self.pp - rank - 1) + 1
+        later_ranks = self.pp - rank - 1
+        ahead = 2 * later_ranks + 1
         groups, late = divmod(ahead, self.pp)
         early = self.pp - late
+        last = self.vpp - 1
         seconds = 0.0
         for turn in range(self.vpp):
-            backward = stages[self.vpp - 1 - turn]
-            place = (self.vpp - 1 + groups + turn) % self.vpp
+            backward = stages[last - turn]
+            place = (last + groups + turn) % self.vpp
             following = (place + 1) % self.vpp
-            pairs_here = min(max(pairs - turn * self.pp, 0), self.pp)
+            left = max(pairs - turn * self.pp, 0)
+            pairs_here = min(left, self.pp)
             early_here = min(pairs_here, early)
+            late_here = pairs_here - early_here
             seconds += early_here * self.seconds_of_pair(stages[place], backward)
-            seconds += (pairs_here - early_here) * self.seconds_of_pair(stages[following], backward)
+            seconds += late_here * self.seconds_of_pair(stages[following], backward)
         return seconds
 
     def seconds_of_pair(self, forward: StageSeconds, backward: StageSeconds) -> float:
-        key = (id(forward), id(backward))
-        if key not in self.pair_seconds:
-            ops = (forward.F, backward.D, backward.W)
-            self.pair_seconds[key] = paired_duration(ops, OVERLAP_FRICTION)
-        return self.pair_seconds[key]
+        key = id(forward), id(backward)
+        known = self.pair_seconds.get(key)
+        if known is None:
+            ops = forward.F, backward.D, backward.W
+            known = paired_duration(ops, OVERLAP_FRICTION)
+            self.pair_seconds[key] = known
+        return known
 
     def rank_work_seconds(self, rank: int) -> float:
         """Seconds of a rank's ops, with every pair that its program could have."""
         work = 0.0
         for stage in self.by_rank[rank]:
-            alone = stage.forward + stage.backward
-            work += self.seconds_of_pair(stage, stage) if self.pair else alone
+            if self.pair:
+                work += self.seconds_of_pair(stage, stage)
+            else:
+                work += stage.forward + stage.backward
         return self.microbatches * work
 
 
@@ -289,35 +376,50 @@ def running_sums(values: Sequence[float]) -> list[float]:
 
 def least_update_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, stages: StageMemories) -> float:
     """Seconds of exposed gradient and weight exchange, and of the optimizer."""
-    dense = sum(stage.dense for stage in stages)
-    expert = sum(stage.expert for stage in stages)
+    grids = GridParameters.of_stages(stages)
     exposed = 0.0
     if s.choices.sharding != "fsdp":
-        parameters: dict[ParameterClass, float] = {}
-        parameters["dense", ()] = dense
-        parameters["expert", ()] = expert
-        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
-        scatter = cluster.exchange_seconds(parameters, s, gradient)
-        gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
-        backward = sum(stage.D[0] + stage.W[0] for stage in times)
-        forward = sum(stage.F[0] for stage in times)
-        exposed_scatter = max(0.0, scatter - backward)
-        exposed_gather = max(0.0, gather - forward)
-        exposed = exposed_scatter + exposed_gather
-    owned_dense = owned_state_share(s, "dense") * dense
-    owned_expert = owned_state_share(s, "expert") * expert
+        exposed = exposed_exchange_seconds(s, cluster, times, grids)
+    owned_dense = owned_state_share(s, "dense") * grids.dense
+    owned_expert = owned_state_share(s, "expert") * grids.expert
     owned = owned_dense + owned_expert
-    return exposed + owned * optimizer_bytes(s) / cluster.pointwise_bandwidth
+    moved = owned * optimizer_bytes(s)
+    return exposed + moved / cluster.pointwise_bandwidth
+
+
+class GridParameters(NamedTuple):
+    """Parameters of a rank: of the dense grid and of the expert grid."""
+
+    dense: float
+    expert: float
+
+    @staticmethod
+    def of_stages(stages: StageMemories) -> GridParameters:
+        dense = sum(stage.dense for stage in stages)
+        expert = sum(stage.expert for stage in stages)
+        return GridParameters(dense, expert)
+
+
+def exposed_exchange_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, grids: GridParameters) -> float:
+    """Gradients are scattered during backward, weights gathered during forward."""
+    parameters: dict[ParameterClass, float] = {}
+    parameters["dense", ()] = grids.dense
+    parameters["expert", ()] = grids.expert
+    gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+    scatter = cluster.exchange_seconds(parameters, s, gradient)
+    gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
+    backward = sum(stage.backward_compute for stage in times)
+    forward = sum(stage.forward_compute for stage in times)
+    exposed_scatter = max(0.0, scatter - backward)
+    exposed_gather = max(0.0, gather - forward)
+    return exposed_scatter + exposed_gather
 
 
 def owned_state_share(s: RunSetting, grid: str) -> float:
     """Share of a parameter's optimizer state that one rank holds."""
     if s.choices.sharding == "none":
         return 1.0
-    if grid == "expert":
-        return 1 / s.degrees["edp"]
-    replicas = s.degrees["dp"] * s.parallel.cp
-    return 1 / replicas
+    return 1 / s.shards_of(grid)
 
 
 # Memory.
@@ -327,9 +429,11 @@ def least_rank_gib(s: RunSetting, cut: PipelineCut, stages: StageMemories) -> fl
     """GiB of the rank with the largest memory."""
     most = 0.0
     for rank in cut.distinct_ranks:
-        held = [stages[number] for number in cut.by_rank[rank]]
+        numbers = cut.by_rank[rank]
+        held = [stages[number] for number in numbers]
         most = max(most, least_rank_bytes(s, held, rank))
-    return (most + least_buffer_bytes(s) + s.outside) / GIB
+    needed = most + least_buffer_bytes(s) + s.outside
+    return needed / GIB
 
 
 def least_buffer_bytes(s: RunSetting) -> float:
@@ -340,71 +444,82 @@ def least_buffer_bytes(s: RunSetting) -> float:
 
 
 def least_rank_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
-    choices = s.choices
-    optim = s.optim
-    state = 0.0
-    if not choices.states_on_host:
-        moments = FEWEST_MOMENTS.get(optim.rule, 2) * STATE_ELEMENT_BYTES[optim.moments]
-        main = MAIN_WEIGHT_BYTES[optim.main] if s.recipe.wide < 4 else 0
-        state = main + moments
-    dense = sum(stage.dense for stage in stages)
-    expert = sum(stage.expert for stage in stages)
+    state = least_state_bytes(s)
+    gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
+    wide = s.recipe.wide
+    is_fsdp = s.choices.sharding == "fsdp"
+    grids = GridParameters.of_stages(stages)
     # Weights and gradients whole or sharded, optimizer state sharded over the replicas of its grid.
-    weights = gradients = states = 0.0
-    for grid, count in (("dense", dense), ("expert", expert)):
+    weights = 0.0
+    gradients = 0.0
+    states = 0.0
+    for grid, count in grids._asdict().items():
         share = owned_state_share(s, grid)
-        held = count * share if choices.sharding == "fsdp" else count
-        weights += held * s.recipe.wide
-        gradients += held * STATE_ELEMENT_BYTES[optim.gradients]
+        held = count * share if is_fsdp else count
+        weights += held * wide
+        gradients += held * gradient
         states += count * share * state
-    if choices.sharding != "fsdp":
+    if not is_fsdp:
         weights += sum(stage.copies for stage in stages)
         if s.keeps_only_quantised:
-            weights -= s.recipe.wide * sum(stage.quantized for stage in stages)
+            quantized = sum(stage.quantized for stage in stages)
+            weights -= wide * quantized
     activations = least_activation_bytes(s, stages, rank)
+    if s.frees_gradients:
+        return weights + states + activations
     if s.grows_gradients:  # they are allocated while activations are freed
         return weights + states + max(gradients, activations)
     return weights + states + gradients + activations
 
 
+def least_state_bytes(s: RunSetting) -> float:
+    """Bytes of optimizer state of a parameter, on the device."""
+    if s.states_on_host:
+        return 0.0
+    moments = fewest_moment_bytes(s.optim)
+    has_main = s.recipe.wide < 4
+    main = MAIN_WEIGHT_BYTES[s.optim.main] if has_main else 0
+    return main + moments
+
+
 def least_activation_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
     """Saved bytes of live microbatches, and the workspace of a backward, at the fullest of the moments after every p
     slots of a rank."""
-    pp = s.parallel.pp
-    vpp = s.pipeline.vpp
-    slots = min(s.microbatches * vpp, 2 * pp * (vpp + 1))  # later moments are the same
+    shape = pipeline_shape(s)
+    slots = s.microbatches * shape.vpp
+    enough = 2 * shape.pp * (shape.vpp + 1)  # later moments are the same
     kept = [stage.kept for stage in stages]
     most = 0.0
-    for backward, live in live_moments(pp, vpp, rank, slots, s.pipeline.pair):
-        size = sum(map(mul, live, kept))
-        most = max(most, size + stages[backward].workspace)
+    for moment in live_moments(shape, rank, min(slots, enough)):
+        saved = sum(map(mul, moment.live, kept))
+        workspace = stages[moment.backward].workspace
+        most = max(most, saved + workspace)
     return most
 
 
+class BackwardMoment(NamedTuple):
+    """The stage of a rank that runs backward, and live microbatches of each stage."""
+
+    backward: int
+    live: list[int]
+
+
 @lru_cache(maxsize=65_536)
-def live_moments(pp: int, vpp: int, rank: int, slots: int, pair: bool) -> list[tuple[int, LiveStages]]:
-    """The moments of a rank after every p slots from its first backward on: the stage that runs backward, and live
-    microbatches."""
-    forwards = lone_forwards(pp, vpp, rank, pair)
-    if pair:
+def live_moments(shape: PipelineShape, rank: int, slots: int) -> list[BackwardMoment]:
+    """The moments of a rank after every p slots from its first backward on."""
+    forwards = shape.lone_forwards(rank)
+    if shape.pair:
         forwards += 1  # it shares the slot of the first backward
     backwards = 0
-    moments: list[tuple[int, LiveStages]] = []
-    for turn in range(vpp):
+    moments: list[BackwardMoment] = []
+    for stage in reversed(range(shape.vpp)):
+        forwards_run = min(forwards, slots)
         live: list[int] = []
-        for place in range(vpp):
-            begun = forwards_of_stage(min(forwards, slots), place, pp, vpp)
-            ended = forwards_of_stage(backwards, vpp - 1 - place, pp, vpp)
+        for place in range(shape.vpp):
+            begun = shape.forwards_of_stage(forwards_run, place)
+            ended = shape.backwards_of_stage(backwards, place)
             live.append(begun - ended)
-        moments.append((vpp - 1 - turn, tuple(live)))
-        forwards += pp
-        backwards += pp
+        moments.append(BackwardMoment(stage, live))
+        forwards += shape.pp
+        backwards += shape.pp
     return moments
-
-
-def forwards_of_stage(forwards: int, place: int, pp: int, vpp: int) -> int:
-    """Of a rank's first forwards, those of its stage at this place: p microbatches of each stage in turn."""
-    if vpp == 1:
-        return forwards
-    rounds, rest = divmod(forwards, pp * vpp)
-    return rounds * pp + min(pp, max(0, rest - place * pp))

@@ -11,10 +11,12 @@ first: it determines the time only after so many microbatches that its slack is 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import mean
+from typing import NamedTuple
 
 from moefold.anatomy.stage_contents import pipeline_program
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
@@ -23,13 +25,20 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
-from moefold.plan.memory.resident import FEWEST_MOMENTS, MAIN_WEIGHT_BYTES
+from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, fewest_moment_bytes
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, slot_slack, time_slots
 from moefold.schedule.stage_costs import StageCosts
 
 OVERLAP_FRICTION = 0.45  # share of overlapped communication that a slot still takes: its kernels occupy SMs
+
+
+class UpdateSeconds(NamedTuple):
+    """Exposed exchange of gradients and weights, and the optimizer with new FP8 copies."""
+
+    exchange: float
+    optimizer: float
 
 
 @dataclass(frozen=True)
@@ -99,11 +108,14 @@ def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
     exposed = mean(slots.exposed)
     if shown < setting.microbatches:
         # Extrapolate with the time of the last pp simulated microbatches.
-        shorter_program = ordered_program(setting.pipeline, pp, shown - pp)
+        fewer = shown - pp
+        shorter_program = ordered_program(setting.pipeline, pp, fewer)
         shorter = time_slots(shorter_program, costs)
         groups = (setting.microbatches - shown) / pp
-        seconds += groups * (seconds - shorter.makespan)
-        exposed += groups * (exposed - mean(shorter.exposed))
+        of_group = seconds - shorter.makespan
+        exposed_of_group = exposed - mean(shorter.exposed)
+        seconds += groups * of_group
+        exposed += groups * exposed_of_group
         slack = steady_slack(program, slots, costs.send)
         for rank, late in enumerate(slack):
             work = slots.busy[rank] - shorter.busy[rank]
@@ -114,12 +126,13 @@ def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
 
 def steady_slack(program: OrderedProgram, times: SlotTimes, send: float) -> list[float]:
     """By rank: the least slack of a slot in the middle half of the rank's slots, where the pipeline is full."""
-    by_rank: list[list[float]] = [[] for _ in range(program.ranks)]
+    by_rank = defaultdict[int, list[float]](list)
     slack_of_slots = slot_slack(program, times, send)
     for slot, slack in zip(program.slots, slack_of_slots, strict=True):
         by_rank[slot.rank].append(slack)
     least: list[float] = []
-    for slacks in by_rank:
+    for rank in range(program.ranks):
+        slacks = by_rank[rank]
         quarter = len(slacks) // 4
         middle = slacks[quarter:-quarter]
         least.append(min(middle))
@@ -139,21 +152,23 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
     clock = StepClock(setting, gpu)
     by_stage: dict[int, PassSeconds] = {}
     by_rank: list[PassSeconds] = []
-    updates: list[tuple[float, float]] = []
+    updates: list[UpdateSeconds] = []
     for rank in stages_by_rank(setting.config):
-        seconds = list(map(clock.time_stage, rank.pieces))
+        seconds = [clock.time_stage(pieces) for pieces in rank.pieces]
         numbered = zip(rank.numbers, seconds, strict=True)
         by_stage.update(numbered)
         of_rank = sum_pass_seconds(seconds)
         by_rank.append(of_rank)
-        updates.append(exposed_update_seconds(clock, rank.pieces, of_rank))
+        update = exposed_update_seconds(clock, rank.pieces, of_rank)
+        updates.append(update)
 
-    in_order = [by_stage[number] for number in sorted(by_stage)]
+    numbers = sorted(by_stage)
+    in_order = [by_stage[number] for number in numbers]
     # The pipeline in order of its stages, then the exposed exchange and the optimizer.
     costs = pipeline_costs(clock, in_order)
     pipeline_time = time_pipeline(setting, costs)
-    exchange = max(exchange for exchange, _ in updates)
-    optimizer = max(optimizer for _, optimizer in updates)
+    exchange = max(update.exchange for update in updates)
+    optimizer = max(update.optimizer for update in updates)
     walls = mean_time_walls(setting, by_rank, pipeline_time)
     walls["communication"] += exchange
     walls["memory"] += optimizer
@@ -161,10 +176,8 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
     return StepTime(seconds, pipeline_time, exchange, optimizer, walls, costs)
 
 
-def exposed_update_seconds(
-    clock: StepClock, stages: tuple[StagePieces, ...], passes: PassSeconds
-) -> tuple[float, float]:
-    """Seconds of one rank: exposed exchange of gradients and weights, and the optimizer with new FP8 copies."""
+def exposed_update_seconds(clock: StepClock, stages: Sequence[StagePieces], passes: PassSeconds) -> UpdateSeconds:
+    """Seconds of one rank."""
     s = clock.setting
     parameters: Counter[ParameterClass] = Counter()
     copied = 0.0
@@ -182,36 +195,41 @@ def exposed_update_seconds(
         exposed_scatter = max(0.0, scatter - D.compute - W.compute)
         exposed_gather = max(0.0, gather - F.compute)
         exposed = exposed_scatter + exposed_gather
-    return exposed, optimizer_seconds(clock, parameters) + copied / clock.quantise_bandwidth
+    copying = copied / clock.quantise_bandwidth
+    optimizer = optimizer_seconds(clock, parameters) + copying
+    return UpdateSeconds(exposed, optimizer)
 
 
 def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> float:
     """Seconds of the optimizer on the parameters whose state this rank holds."""
     s = clock.setting
-    shards = {"dense": 1, "expert": 1}
-    if s.choices.sharding != "none":
-        replicas = s.degrees["dp"] * s.parallel.cp
-        shards["dense"] = replicas
-        shards["expert"] = s.degrees["edp"]
+    is_sharded = s.choices.sharding != "none"
     owned = 0.0
     for (grid, _), count in parameters.items():
-        owned += count / shards[grid]
+        shards = s.shards_of(grid) if is_sharded else 1
+        owned += count / shards
     state = optimizer_bytes(s)
     moved = owned * state
     seconds = moved / clock.pointwise_bandwidth
-    if not s.choices.states_on_host:
+    if not s.states_on_host:
         return seconds
-    copied = owned * (state - s.recipe.wide)
+    of_host = state - s.recipe.wide
+    copied = owned * of_host
     return max(seconds, copied / clock.gpu.host_link)
 
 
 def optimizer_bytes(s: RunSetting) -> float:
-    """Bytes moved per parameter: gradient read, main weight and moments read and written, weight written."""
+    """Bytes moved per parameter: gradient read, main weight and moments read and written, weight written, and read
+    where there is no main weight."""
     optim = s.optim
     gradient = STATE_ELEMENT_BYTES[optim.gradients]
-    moments = FEWEST_MOMENTS.get(optim.rule, 2) * STATE_ELEMENT_BYTES[optim.moments]
-    state = 2 * MAIN_WEIGHT_BYTES[optim.main] + 2 * moments
-    return gradient + state + s.recipe.wide
+    main = MAIN_WEIGHT_BYTES[optim.main]
+    moments = fewest_moment_bytes(optim)
+    state = 2 * main + 2 * moments
+    weight = s.recipe.wide
+    if optim.main == "none":
+        weight *= 2
+    return gradient + state + weight
 
 
 def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: PipelineTime) -> dict[str, float]:
@@ -226,7 +244,9 @@ def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: Pipe
         return s.microbatches * mean(by_rank)
 
     ideal = mean_seconds("ideal")
-    kernels = mean_seconds("products") + mean_seconds("attention") + mean_seconds("passes")
+    products = mean_seconds("products")
+    attention = mean_seconds("attention")
+    kernels = products + attention + mean_seconds("passes")
     walls = {
         "arithmetic": ideal,
         "compute": kernels - ideal,

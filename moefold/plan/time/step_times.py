@@ -83,18 +83,31 @@ class PassSeconds(NamedTuple):
     W: OpSeconds = OpSeconds()
 
 
+class ForwardOfStep(NamedTuple):
+    """A step on a rank, and the seconds of its forward."""
+
+    step: StepCount
+    shapes: RankShapes
+    seconds: OpSeconds
+
+
+class GemmRate(NamedTuple):
+    """FLOP/s of a large GEMM in its precision, and bytes of an element that it reads."""
+
+    flops: float
+    element: float
+
+
 def add_op_seconds(first: OpSeconds, second: OpSeconds) -> OpSeconds:
-    return OpSeconds(*map(add, first, second))
-
-
-def add_pass_seconds(first: PassSeconds, second: PassSeconds) -> PassSeconds:
-    return PassSeconds(*map(add_op_seconds, first, second))
+    sums = map(add, first, second)
+    return OpSeconds(*sums)
 
 
 def sum_pass_seconds(passes: Iterable[PassSeconds]) -> PassSeconds:
     total = PassSeconds()
     for seconds in passes:
-        total = add_pass_seconds(total, seconds)
+        sums = map(add_op_seconds, total, seconds)
+        total = PassSeconds(*sums)
     return total
 
 
@@ -131,7 +144,8 @@ class StepClock:
         if pieces not in self.stage_seconds:
             seconds: list[PassSeconds] = []
             for piece, layer in pieces:
-                seconds.append(self.time_piece(piece, layer))
+                of_piece = self.time_piece(piece, layer)
+                seconds.append(of_piece)
             self.stage_seconds[pieces] = sum_pass_seconds(seconds)
         return self.stage_seconds[pieces]
 
@@ -156,21 +170,24 @@ class StepClock:
     def time_step(self, step: StepCount, s: RankShapes) -> PassSeconds:
         forward = self.time_forward(step, s)
         data_gradient, weight_gradient = self.time_backward(step, s)
-        restoring = self.restore_seconds(step, s, forward)
+        timed = ForwardOfStep(step, s, forward)
+        restoring = self.restore_seconds(timed)
         data_gradient = data_gradient._replace(memory=restoring)
         return PassSeconds(forward, data_gradient, weight_gradient)
 
     def time_forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
-        launches, looped = count_launches(step.name, step.gemms, s)
-        products = self.forward_gemm_seconds(step.gemms, s)
+        name = step.name
+        gemms = step.gemms
+        launches, looped = count_launches(name, gemms, s)
+        products = self.forward_gemm_seconds(gemms, s)
         share = self.kernels.attention_forward
         half = self.kernels.forward_half
         attention = self.attention_seconds(step, s, step.attention, share, half)
-        quantized = input_quantization_bytes(step.gemms, s)
-        moved = pointwise_bytes(step.name, s) + quantized
+        quantized = input_quantization_bytes(gemms, s)
+        moved = pointwise_bytes(name, s) + quantized
+        in_fp8 = forward_quantise_bytes(name, gemms, s)
+        moving = self.moving_seconds(moved, in_fp8)
         starting = launches * self.kernels.start
-        in_fp8 = forward_quantise_bytes(step.name, step.gemms, s)
-        moving = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth
         passes = moving + starting
         device = products + attention + passes
         launching = self.launch_wait_seconds(step, device, launches + looped)
@@ -184,27 +201,34 @@ class StepClock:
             travel=self.travel_seconds(step),
         )
 
+    def moving_seconds(self, pointwise: float, quantising: float) -> float:
+        """Seconds of the bytes of pointwise and of quantising passes."""
+        return pointwise / self.pointwise_bandwidth + quantising / self.quantise_bandwidth
+
     def time_backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
         """Times of data gradient and weight gradient."""
-        launches, looped = count_launches(step.name, step.gemms, s)
-        products = weights = 0.0
-        for gemm in step.gemms:
+        name = step.name
+        gemms = step.gemms
+        launches, looped = count_launches(name, gemms, s)
+        products = 0.0
+        weights = 0.0
+        for gemm in gemms:
             products += self.data_gradient_seconds(gemm, s)
             weights += self.weight_gradient_seconds(gemm, s)
         share, half = self.backward_efficiency(s)
         attention_flops = BACKWARD_ATTENTION_RATIO * step.attention
         attention = self.attention_seconds(step, s, attention_flops, share, half)
-        quantized = gradient_quantization_bytes(step.gemms, s)
-        moved = 2 * pointwise_bytes(step.name, s) + quantized
+        quantized = gradient_quantization_bytes(gemms, s)
+        moved = 2 * pointwise_bytes(name, s) + quantized
+        in_fp8 = backward_quantise_bytes(name, gemms, s)
+        moving = self.moving_seconds(moved, in_fp8)
         starting = BACKWARD_LAUNCH_RATIO * launches * self.kernels.start
-        in_fp8 = backward_quantise_bytes(step.name, step.gemms, s)
-        moving = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth
         passes = moving + starting
-        device = products + attention + passes
+        device = products + attention + passes + weights
 
         # The ideal time of a backward is twice the forward's; the weights' part is that of the GEMMs.
         ideal = self.ideal_seconds(step)
-        gemm_flops = sum(gemm.flops for gemm in step.gemms)
+        gemm_flops = sum(gemm.flops for gemm in gemms)
         all_flops = max(1.0, gemm_flops + step.attention)
         weights_ideal = ideal * gemm_flops / all_flops
         backward_launches = BACKWARD_LAUNCH_RATIO * (launches + looped)
@@ -213,7 +237,7 @@ class StepClock:
             products=products,
             attention=attention,
             passes=passes,
-            host=self.launch_wait_seconds(step, device + weights, backward_launches),
+            host=self.launch_wait_seconds(step, device, backward_launches),
             joined=self.collective_seconds(step, "backward", attention),
             travel=self.travel_seconds(step),
         )
@@ -221,7 +245,8 @@ class StepClock:
 
     def backward_efficiency(self, s: RankShapes) -> tuple[float, float]:
         """Share of the peak that attention's backward reaches, and the length at which it reaches half of that."""
-        if s.choices.stack == "moefold" and writes_score_gradients(s):
+        is_moefold = s.choices.stack == "moefold"
+        if is_moefold and writes_score_gradients(s):
             return HOPPER_BACKWARD_SHARE, HOPPER_BACKWARD_HALF
         return self.kernels.attention_backward, self.kernels.backward_half
 
@@ -230,18 +255,21 @@ class StepClock:
         for gemm in gemms:
             inputs = gemm.rows * gemm.k
             weights = gemm.n * gemm.k
+            read = inputs + weights
             written = 2 * gemm.rows * gemm.n
-            seconds += self.gemm_seconds(gemm, s, "forward", inputs + weights, written)
+            seconds += self.gemm_seconds(gemm, s, "forward", read, written)
         return seconds
 
     def data_gradient_seconds(self, gemm: Gemm, s: RankShapes) -> float:
         gradients = gemm.rows * gemm.n
         weights = gemm.n * gemm.k
+        read = gradients + weights
         written = 2 * gemm.rows * gemm.k
-        return self.gemm_seconds(gemm, s, "data", gradients + weights, written)
+        return self.gemm_seconds(gemm, s, "data", read, written)
 
     def weight_gradient_seconds(self, gemm: Gemm, s: RankShapes) -> float:
-        read = gemm.rows * (gemm.n + gemm.k)
+        widths = gemm.n + gemm.k
+        read = gemm.rows * widths
         written = ADDED_GRADIENT_BYTES * gemm.n * gemm.k
         return self.gemm_seconds(gemm, s, "weight", read, written)
 
@@ -260,46 +288,55 @@ class StepClock:
         seconds = roofline_seconds(computing, moving, self.kernels.blend)
         return seconds * gemm.times
 
-    def rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> tuple[float, float]:
-        """FLOP/s of a large GEMM in its precision, and bytes of an element that it reads."""
-        choices = self.choices
+    def rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> GemmRate:
         if gemm.recipe.quantises:
             return self.fp8_rate_and_element(gemm, s, pass_name)
-        if gemm.kind in LOW_PRECISION_GEMMS:
-            rate = self.gpu.achieved_rate(choices.precision)
-            return rate, choices.recipe.linear
-        return self.gpu.achieved_rate("bf16"), choices.recipe.wide
+        if gemm.kind not in LOW_PRECISION_GEMMS:
+            return self.wide_rate()
+        choices = self.choices
+        rate = self.gpu.achieved_rate(choices.precision)
+        return GemmRate(rate, choices.recipe.linear)
 
-    def fp8_rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> tuple[float, float]:
+    def wide_rate(self) -> GemmRate:
+        rate = self.gpu.achieved_rate("bf16")
+        return GemmRate(rate, self.choices.recipe.wide)
+
+    def fp8_rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> GemmRate:
         """Of a product by a recipe of this trainer: a measured ratio of the bf16 rate, and a byte."""
         recipe = gemm.recipe
-        plain_rate = self.gpu.achieved_rate("bf16")
-        sums = recipe.row_sums(s.portion.precision.accumulate)
+        wide = self.wide_rate()
+        accumulate = s.portion.precision.accumulate
+        sums = recipe.row_sums(accumulate)
         if pass_name == "weight":
             sums = recipe.weight_sums
         if sums == "plain":
-            return plain_rate, self.choices.recipe.wide
+            return wide
         measured = MEASURED_RATES[sums]
         if gemm.kind == "grouped" and s.fuses_experts:
-            flops = measured.of_expert_product(gemm.name in FIRST_PRODUCTS, pass_name)
+            is_first = gemm.name in FIRST_PRODUCTS
+            flops = measured.of_expert_product(is_first, pass_name)
         else:
             flops = measured.of_plain_product(pass_name)
-        return plain_rate * flops / BF16_TFLOPS, 1.0
+        rate = wide.flops * flops / BF16_TFLOPS
+        return GemmRate(rate, element=1.0)
 
     def attention_seconds(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
         """Seconds of attention. With cp, the length is that of one chunk of keys, as in a ring."""
         if not flops:
             return 0.0
         chunk = s.S / s.portion.cp
-        length = min(step.spec.window or chunk, chunk)
+        window = step.spec.window or chunk
+        length = min(window, chunk)
         width = (s.Q + s.V) / 2
         efficiency = attention_efficiency(length, width, half)
-        rate = self.gpu.peak["bf16"] * share * efficiency
+        peak = self.gpu.peak["bf16"]
+        rate = peak * share * efficiency
         return flops / rate
 
     def ideal_seconds(self, step: StepCount) -> float:
         """Seconds of a forward's FLOPs at the peak of the precision."""
-        peak = self.gpu.peak_flops(self.setting.product_precision)
+        precision = self.setting.product_precision
+        peak = self.gpu.peak_flops(precision)
         return step.flops / peak
 
     def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
@@ -314,7 +351,8 @@ class StepClock:
     def sync_seconds(self, step: StepCount) -> float:
         """Seconds in which the host reads the number of arriving rows from the device: once per dispatch, unless the
         whole layer is one CUDA graph."""
-        if step.name != "dispatch" or self.choices.graphs == "whole":
+        is_captured = self.choices.graphs == "whole"
+        if step.name != "dispatch" or is_captured:
             return 0.0
         if self.one_way_seconds == 0:
             return 0.0
@@ -342,52 +380,61 @@ class StepClock:
                 seconds += max(0.0, sending - hidden)
         return seconds
 
-    def restore_seconds(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+    def restore_seconds(self, forward: ForwardOfStep) -> float:
         """Seconds that recompute and exposed offloading add to the backward of a step."""
+        step, s, seconds = forward
         recomputing = 0.0
         # Regions may overlap: all of them together repeat the forward at most once.
         for region in s.choices.recomputed:
             recompute_seconds = RECOMPUTE_COSTS[region]
-            recomputing += recompute_seconds(self, step, s, forward)
+            recomputing += recompute_seconds(self, forward)
+        recomputing = min(recomputing, seconds.total)
         offloaded = 0.0
         for tensor in step.saved:
             if tensor.fate == "offloaded":
                 offloaded += tensor.bytes
         copying = offloaded / self.gpu.host_link
-        exposed_copy = max(0.0, copying - forward.device)
-        return min(recomputing, forward.total) + 2 * exposed_copy
+        exposed_copy = max(0.0, copying - seconds.device)
+        return recomputing + 2 * exposed_copy
 
-    def recompute_norm(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        if step.name not in NORMED_STEPS:
+    def recompute_norm(self, forward: ForwardOfStep) -> float:
+        if forward.step.name not in NORMED_STEPS:
             return 0.0
-        return 4.0 * s.T * s.D / self.pointwise_bandwidth
+        s = forward.shapes
+        moved = 4.0 * s.T * s.D
+        return moved / self.pointwise_bandwidth
 
-    def recompute_up(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+    def recompute_up(self, forward: ForwardOfStep) -> float:
         """Seconds of the projections from latents to queries, keys and values."""
+        step, s, seconds = forward
         if step.name != "attend" or not s.mla:
             return 0.0
-        gemms = step.gemms
-        projections = [gemm for gemm in gemms if gemm.name in UP_PROJECTIONS]
+        projections: list[Gemm] = []
+        for gemm in step.gemms:
+            if gemm.name in UP_PROJECTIONS:
+                projections.append(gemm)
         products = self.forward_gemm_seconds(projections, s)
-        passes = 2.0 * attention_elements(s) / self.pointwise_bandwidth
-        return products + passes + forward.host / 2
+        moved = 2.0 * attention_elements(s)
+        passes = moved / self.pointwise_bandwidth
+        return products + passes + seconds.host / 2
 
-    def recompute_activation(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        if step.name != "experts":
+    def recompute_activation(self, forward: ForwardOfStep) -> float:
+        if forward.step.name != "experts":
             return 0.0
-        return 2.0 * activation_elements(s) / self.pointwise_bandwidth
+        moved = 2.0 * activation_elements(forward.shapes)
+        return moved / self.pointwise_bandwidth
 
-    def recompute_core(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        return forward.attention
+    def recompute_core(self, forward: ForwardOfStep) -> float:
+        return forward.seconds.attention
 
-    def recompute_out(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+    def recompute_out(self, forward: ForwardOfStep) -> float:
         """Zero: backward of the output projection needs only its input, which is saved."""
         return 0.0
 
-    def recompute_layer(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        if step.name in ("embed", "predict"):
+    def recompute_layer(self, forward: ForwardOfStep) -> float:
+        if forward.step.name in ("embed", "predict"):
             return 0.0
-        return forward.total
+        return forward.seconds.total
 
     def add_fsdp_exchange(self, piece: str, layer: int, passes: PassSeconds) -> PassSeconds:
         """Times with the exposed collectives of FSDP: weights are gathered before forward and before backward,
@@ -405,19 +452,26 @@ class StepClock:
         exposed_forward = max(0.0, gather - F.compute)
         exchange = gather + scatter
         exposed_backward = max(0.0, exchange - D.compute - W.compute)
-        forward = F._replace(joined=F.joined + exposed_forward)
-        data_gradient = D._replace(joined=D.joined + exposed_backward)
+        forward = joined_with(F, exposed_forward)
+        data_gradient = joined_with(D, exposed_backward)
         return PassSeconds(forward, data_gradient, W)
 
 
-RecomputeCost = Callable[[StepClock, StepCount, RankShapes, OpSeconds], float]
+def joined_with(op: OpSeconds, exposed: float) -> OpSeconds:
+    joined = op.joined + exposed
+    return op._replace(joined=joined)
+
+
+RecomputeCost = Callable[[StepClock, ForwardOfStep], float]
 
 
 def repeated_forward(*names: str) -> RecomputeCost:
     """The cost of repeating the whole forward of these steps."""
 
-    def forward_seconds(clock: StepClock, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        return forward.total if step.name in names else 0.0
+    def forward_seconds(clock: StepClock, forward: ForwardOfStep) -> float:
+        if forward.step.name not in names:
+            return 0.0
+        return forward.seconds.total
 
     return forward_seconds
 

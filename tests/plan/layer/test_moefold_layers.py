@@ -25,9 +25,9 @@ from moefold.kernels.vocabulary import cross_entropy
 from moefold.layout.axes import World, create_world
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.weight_copies import WeightCopies
+from moefold.model.attention.attention_base import rope_angles
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
-from moefold.model.attention.rotary import rope_angles
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.plan.layer import moefold_layers

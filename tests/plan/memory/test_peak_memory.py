@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moefold.config.run import Config
+from moefold.config.run import Config, ShardConfig
 from moefold.plan.answer import answer_request
 from moefold.plan.memory.peak_memory import GIB, RankMemory, fullest_rank, plan_memory
 from moefold.plan.options import PlanChoices
@@ -121,6 +121,21 @@ def test_bytes_of_a_parameter(moments: str, each: int, dp: int):
     assert whole.state / rank.parameters == 6 + each
     (cut,) = plan_memory(config, dp, replace(EVEN, sharding="fsdp"))
     assert cut.state / rank.parameters == pytest.approx((6 + each) / dp)
+
+
+def test_fully_sharded_weights_are_shares_and_two_units():
+    """Of 8 ranks each has an eighth, or with two copies a quarter; two layers of Mixtral are whole in steps."""
+    words = ["--train.global_batch=64", "--shard.mode=zero3"]
+    config = resolve_recipe("mixtral-8x7b", words, world=8)
+    choices = replace(EVEN, stack="moefold")
+    (whole,) = plan_memory(replace(config, shard=ShardConfig()), 8, choices)
+    (rank,) = plan_memory(config, 8, choices)
+    assert rank.weights == pytest.approx(whole.weights / 8)
+    assert rank.gradients == pytest.approx(4 * rank.parameters / 8)
+    layer = (rank.parameters - 2 * config.model.vocab * config.model.hidden) / config.model.layers
+    assert rank.buffers - whole.buffers == pytest.approx(2 * layer * (2 + 4), rel=1e-5)
+    (copied,) = plan_memory(replace(config, shard=ShardConfig("zero3", 2)), 8, choices)
+    assert copied.state == pytest.approx(2 * rank.state)
 
 
 @pytest.mark.parametrize("dp", [1, 8])

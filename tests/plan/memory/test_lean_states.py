@@ -1,0 +1,60 @@
+"""What a plan counts of optimizer states in few bytes, of gradients that are freed in backward, and of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moefold.config.read import parse_overrides, with_values
+from moefold.config.run import Config
+from moefold.plan.memory.peak_memory import RankMemory, plan_memory
+from moefold.plan.memory.run_setting import GIB
+from moefold.presets.zoo import PRESETS
+
+ONE_CARD = (
+    "--optim.main=none --optim.moments=int8 --optim.gradients=bf16 --optim.when=backward --optim.clip_by=previous "
+    "--data.seq_len=4096 --train.global_batch=4 --train.micro_batch=4 --memory.recompute=layer"
+)
+
+
+def planned(preset: str, words: str) -> RankMemory:
+    config: Config = with_values(PRESETS[preset](), parse_overrides(words.split()), {})
+    return plan_memory(config, 1)[0]
+
+
+def test_all_of_qwen3_30b_is_planned_on_one_h200():
+    rank = planned("qwen3-30b-a3b", ONE_CARD)
+    assert rank.parameters == pytest.approx(30.53e9, rel=0.001)
+    assert rank.main == 0
+    assert (rank.weights + rank.moments) / rank.parameters <= 4.07
+    assert rank.gradients < 0.05 * rank.weights
+    assert rank.needed < 136 * GIB
+
+
+SIZES: list[tuple[dict[str, Any], float]] = [
+    ({"moments": "fp32"}, 8),
+    ({"moments": "int8"}, 2 * (1 + 4 / 128)),
+    ({"moments": "fp8", "second_moment": "bf16"}, 3 + 4 / 128),
+    ({"moments": "bf16", "second_moment": "fp16"}, 4 + 4 / 128),
+]
+
+
+@pytest.mark.parametrize(("types", "size"), SIZES)
+def test_each_moment_is_counted_in_its_type(types: dict[str, str], size: float):
+    words = " ".join(f"--optim.{key}={value}" for key, value in types.items())
+    rank = planned("olmoe-1b-7b", words)
+    assert rank.moments == pytest.approx(size * rank.parameters)
+
+
+def test_states_on_the_host_are_counted_there():
+    here = planned("olmoe-1b-7b", "--optim.moments=bf16")
+    there = planned("olmoe-1b-7b", "--optim.moments=bf16 --optim.states=host")
+    assert there.main == there.moments == 0
+    assert there.host == here.main + here.moments
+
+
+def test_gradients_of_several_microbatches_exist_all_at_once_inside_backward_too():
+    words = ONE_CARD.replace("micro_batch=4", "micro_batch=2").replace("gradients=bf16", "gradients=fp32")
+    rank = planned("qwen3-30b-a3b", words)
+    assert rank.gradients == 4 * rank.parameters
