@@ -32,7 +32,7 @@ def module_config(
     world = world or single_rank_world(str(here))
     wanted = dtype or torch.get_default_dtype()
     name = PRECISION_NAMES.get(wanted, str(wanted))
-    precision = one_of("precision", name, ("fp32", "bf16", "fp64"))
+    precision = one_of("precision", name, ("fp32", "bf16", "fp16", "fp64"))
     sizes: dict[str, Any] = {}
     for axis in AXES:
         sizes[axis] = world.axis(axis).size

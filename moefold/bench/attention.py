@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from moefold.bench.machine import cuda_capability, machine_facts, resolve_device
 from moefold.bench.options import AttentionOptions
-from moefold.bench.report import Report, Row, show_report
+from moefold.bench.report import Report, Row, report_table, show_report
 from moefold.bench.ring_blocks import ring_block_rows, ring_block_table
 from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_candidates, random_inputs
 from moefold.kernels.facts import Facts, facts_from_config
@@ -27,7 +26,8 @@ COMPARED_RUNS = 6
 
 
 def run_benchmark(options: AttentionOptions) -> int:
-    report = attention_report(resolve_device(options.device))
+    device = resolve_device(options.device)
+    report = attention_report(device)
     return show_report(report, options.json, print_attention_report)
 
 
@@ -36,9 +36,9 @@ def attention_report(device: str) -> Report:
     results: list[Row] = []
     blocks: list[Row] = []
     if device == "cuda":
-        cases = attention_cases(device)
-        for name, facts in cases.items():
-            results.append(measured_shape(name, facts))
+        for name, facts in attention_cases(device).items():
+            row = measured_shape(name, facts)
+            results.append(row)
         blocks = ring_block_rows(device)
     return machine_facts(device) | {"results": results, "ring_blocks": blocks}
 
@@ -75,27 +75,32 @@ def is_bit_reproducible(kernel: str, facts: Facts) -> bool:
     inputs = random_inputs(facts.attention, dtype)
     run_once = forward_and_backward(kernel, *inputs)
     first = run_once()
-    again = (run_once() for _ in range(COMPARED_RUNS))
-    return all(equal_to_the_bit(first, other) for other in again)
+    for _ in range(COMPARED_RUNS):
+        again = run_once()
+        if not equal_to_the_bit(first, again):
+            return False
+    return True
 
 
 def equal_to_the_bit(first: Any, second: Any) -> bool:
-    pairs = zip(first, second, strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    equal = map(torch.equal, first, second)
+    return all(equal)
 
 
 def print_attention_report(report: Report) -> None:
     machine = f"{report['card']}, {report['date']}, torch {report['versions']['torch']}"
     title = f"{machine}: ms for 16384 tokens, forward and backward"
-    table = Table("model", "shape", "kernel", title=title, title_justify="left")
+    table = report_table(title, "model", "shape", "kernel")
     table.add_column("ms", justify="right")
     table.add_column("repeats to the bit")
     for row in report["results"]:
+        model = row["model"]
+        shape = row["shape"]
         for kernel, milliseconds in row["milliseconds"].items():
             repeats = "yes" if row["repeats"][kernel] else "no"
-            cells = (kernel, f"{milliseconds:.2f}", repeats)
-            model = row["model"]
-            table.add_row(model, row["shape"], *cells)
-    Console().print(table)
-    if report["ring_blocks"]:
-        Console().print(ring_block_table(report["ring_blocks"]))
+            table.add_row(model, shape, kernel, f"{milliseconds:.2f}", repeats)
+    console = Console()
+    console.print(table)
+    blocks = report["ring_blocks"]
+    if blocks:
+        console.print(ring_block_table(blocks))

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from moefold.bench.clock import Work, wall_clock_seconds
-from moefold.bench.machine import cuda_capability, resolve_device, synchronize_device
+from moefold.bench.machine import GIB, cuda_capability, resolve_device, synchronize_device
 from moefold.bench.options import CalibrateOptions
 from moefold.plan.machine.efficiency_fit import TimedKernel, fit_efficiencies
 from moefold.plan.machine.gpu import PEAK_BY_PRECISION, find_gpu_by_name, known_gpu_names, match_gpu_name
@@ -68,7 +68,8 @@ HOST_COPY_BYTES = 1 << 28
 
 def run_benchmark(options: CalibrateOptions) -> int:
     device = resolve_device(options.device)
-    description = MachineCalibration(device, options).machine_description()
+    calibration = MachineCalibration(device, options)
+    description = calibration.machine_description()
     text = yaml.safe_dump(description, sort_keys=False)
     options.out.write_text(text, encoding="utf-8")
     message = f"wrote {options.out}: {description['kernels']}"
@@ -80,11 +81,10 @@ def run_benchmark(options: CalibrateOptions) -> int:
 def peaks_as_measured(points: list[TimedKernel]) -> dict[str, Any]:
     """A machine without a data sheet: its peaks are the best measured rates, and it has no neighbours."""
     streams = [point for point in points if point.what == "stream"]
-    bandwidths = [point.bytes / point.seconds for point in streams]
-    speeds = [point.flops / point.seconds for point in points]
-    hbm = max(bandwidths)
+    hbm = max(point.bytes / point.seconds for point in streams)
+    peak = max(point.flops / point.seconds for point in points)
     return {
-        "peak": {"bf16": max(speeds)},
+        "peak": {"bf16": peak},
         "hbm": hbm,
         "domain": 1,
         "inside": hbm,
@@ -163,15 +163,18 @@ class MachineCalibration:
         return known if known in known_gpu_names() else "h100"
 
     def machine_title(self) -> str:
-        title = torch.cuda.get_device_name() if self.on_gpu else "a CPU"
+        title = "a CPU"
+        if self.on_gpu:
+            title = torch.cuda.get_device_name()
         return f"{title}, torch {torch.__version__}"
 
     def memory_gib(self) -> float:
         if self.on_gpu:
             properties = torch.cuda.get_device_properties(0)
-            return properties.total_memory / 2**30
+            return properties.total_memory / GIB
         pages = os.sysconf("SC_PHYS_PAGES")
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+        page = os.sysconf("SC_PAGE_SIZE")
+        return pages * page / GIB
 
     def wait(self) -> None:
         synchronize_device(self.device)
@@ -191,7 +194,8 @@ class MachineCalibration:
         for _ in range(3):
             call_and_wait()
         estimate = wall_clock_seconds(call_and_wait)
-        wanted = int(2e-3 / max(1e-6, estimate))
+        of_call = max(1e-6, estimate)
+        wanted = int(2e-3 / of_call)
         count = max(1, min(20, wanted))
         measure = event_seconds if self.on_gpu else wall_clock_seconds
         repeats = range(self.options.repeat)
@@ -200,8 +204,11 @@ class MachineCalibration:
 
     def scaled_sizes(self, *sizes: int) -> list[int]:
         """Sizes scaled down, still multiples of 16."""
-        smaller = [size // self.scale // 16 * 16 for size in sizes]
-        return [max(16, size) for size in smaller]
+        scaled: list[int] = []
+        for size in sizes:
+            smaller = size // self.scale // 16 * 16
+            scaled.append(max(16, smaller))
+        return scaled
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -231,13 +238,14 @@ class MachineCalibration:
             w = self.normal(n, k)
             x_fp8 = x.to(torch.float8_e4m3fn)
             w_fp8 = w.to(torch.float8_e4m3fn)
-            into_bf16 = partial(torch._scaled_mm, x_fp8, w_fp8.mT, out_dtype=torch.bfloat16)
+            into_bf16 = partial(torch._scaled_mm, out_dtype=torch.bfloat16)
             flops = 2.0 * rows * n * k
-            size = (rows + n) * k + 2.0 * rows * n  # fp8 operands, bf16 result
+            operands = (rows + n) * k
+            result = 2.0 * rows * n  # in bf16
+            size = operands + result
             scalings = self.fp8_scales(rows, n, k)
-            for precision, scales in scalings.items():
-                scale_a, scale_b = scales
-                multiply = partial(into_bf16, scale_a=scale_a, scale_b=scale_b)
+            for precision, (scale_a, scale_b) in scalings.items():
+                multiply = partial(into_bf16, x_fp8, w_fp8.mT, scale_a, scale_b)
                 try:
                     seconds = self.clock(multiply)
                 except (RuntimeError, ValueError):
@@ -272,17 +280,18 @@ class MachineCalibration:
             heads = 32 * 4096 // length // self.scale
             heads = max(1, heads)
             shape = (1, heads, length, width)
-            qkv = [self.normal(*shape) for _ in range(3)]
-            for x in qkv:
-                x.requires_grad_()
+            qkv: list[Tensor] = []
+            for _ in range(3):
+                x = self.normal(*shape)
+                qkv.append(x.requires_grad_())
             attend = partial(F.scaled_dot_product_attention, *qkv, is_causal=True)
             with torch.no_grad():
                 forward = self.clock(attend)
             # The backward pass alone, over one saved forward pass.
             out = attend()
             gradient = torch.randn_like(out)
-            differentiate = partial(torch.autograd.grad, out, qkv, gradient)
-            backward = self.clock(partial(differentiate, retain_graph=True))
+            differentiate = partial(torch.autograd.grad, out, qkv, gradient, retain_graph=True)
+            backward = self.clock(differentiate)
             flops = 2.0 * 2 * heads * length * length / 2 * width  # two products, half of the scores
             timed = partial(TimedKernel, length=length, width=width)
             yield timed("attention_forward", forward, flops)

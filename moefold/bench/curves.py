@@ -13,11 +13,10 @@ from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
-from rich.table import Table
 
 from moefold.bench.machine import machine_facts, resolve_device
 from moefold.bench.options import CurvesOptions
-from moefold.bench.report import Report, add_number_columns, show_report
+from moefold.bench.report import Report, add_number_columns, report_table, show_report
 from moefold.config.run import (
     AttentionConfig,
     BalanceConfig,
@@ -43,6 +42,7 @@ CURVE_COLOURS = {"fast": "#c2410c", "reference": "#1d4ed8", "exact": "#111827"}
 
 Curves = dict[str, list[float]]  # the loss of every step, by variant
 Distances = dict[str, dict[str, float]]
+ByCurve = dict[str, str]  # a title or a colour
 
 
 def run_benchmark(options: CurvesOptions) -> int:
@@ -58,19 +58,36 @@ def run_benchmark(options: CurvesOptions) -> int:
 def curves_config(device: str, steps: int) -> Config:
     """Small enough for references, large enough for every fast kernel; on a CPU smaller still, as a smoke test."""
     if device != "cuda":
-        config = PRESETS["qwen3-30b-a3b-tiny"]()
-        train = replace(config.train, device=device, steps=steps, global_batch=2)
-        return replace(config, train=train)
+        return smoke_test_config(device, steps)
     attention = AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head")
-    balance = BalanceConfig(aux_loss=0.01)
-    moe = MoeConfig(experts=16, top_k=4, ffn=512, balance=balance)
-    shape = ModelConfig(layers=4, hidden=512, vocab=256)
-    model = replace(shape, attention=attention, moe=moe)
+    moe = MoeConfig(experts=16, top_k=4, ffn=512)
+    shape = ModelConfig(layers=4, hidden=512)
+    model = byte_model(shape, attention, moe)
     data = DataConfig(seq_len=512)
     batch = TrainConfig(global_batch=8, micro_batch=8)
     train = replace(batch, steps=steps, device=device)
     optim = OptimConfig(lr=1e-3, warmup=20)
     return Config(name="curves", model=model, data=data, train=train, optim=optim)
+
+
+def byte_model(shape: ModelConfig, attention: AttentionConfig, moe: MoeConfig) -> ModelConfig:
+    """A model of bytes, whose experts are balanced by a loss."""
+    balance = BalanceConfig(aux_loss=0.01)
+    balanced = replace(moe, balance=balance)
+    return replace(shape, vocab=256, attention=attention, moe=balanced)
+
+
+def smoke_test_config(device: str, steps: int) -> Config:
+    config = PRESETS["qwen3-30b-a3b-tiny"]()
+    train = replace(config.train, device=device, steps=steps, global_batch=2)
+    return replace(config, train=train)
+
+
+def load_text(config: Config) -> Corpus:
+    vocab = config.model.vocab
+    name = choose_tokenizer(config.data, vocab)
+    tokenizer = load_tokenizer(name, vocab)
+    return load_corpus(config.data, tokenizer, vocab)
 
 
 def kernel_variants(config: Config) -> dict[str, Config]:
@@ -86,19 +103,17 @@ def kernel_variants(config: Config) -> dict[str, Config]:
 
 
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
-    world = single_rank_world(config.train.device)
+    train = config.train
+    world = single_rank_world(train.device)
     run = assemble_run(config, world, Path("."), corpus)
-    steps = range(config.train.steps)
-    reports = [take_next_step(run) for _ in steps]
+    reports = [take_next_step(run) for _ in range(train.steps)]
     run.gradients.remove_hooks()
     return [report.loss for report in reports]
 
 
 def curves_report(device: str, steps: int) -> Report:
     config = curves_config(device, steps)
-    vocab = config.model.vocab
-    tokenizer = load_tokenizer(choose_tokenizer(config.data, vocab), vocab)
-    corpus = load_corpus(config.data, tokenizer, vocab)
+    corpus = load_text(config)
     curves: Curves = {}
     for name, variant in kernel_variants(config).items():
         curves[name] = training_losses(variant, corpus)
@@ -116,11 +131,11 @@ def loss_distances(curves: Curves) -> Distances:
     distances: Distances = {}
     for name, losses in curves.items():
         differences = difference_from_exact(curves, name)
-        apart = [abs(difference) for difference in differences]
+        apart = list(map(abs, differences))
         tenth = max(1, len(losses) // 10)
-        last = mean(losses[-tenth:])
+        last = losses[-tenth:]
         distances[name] = {
-            "last": last,
+            "last": mean(last),
             "strays": mean(apart),
             "at_most": max(apart),
         }
@@ -135,7 +150,7 @@ def difference_from_exact(curves: Curves, name: str) -> list[float]:
 
 def print_curves_report(report: Report) -> None:
     title = f"{report['card']}, {report['date']}: {report['steps']} steps of Python's own library"
-    table = Table("run", title=title, title_justify="left")
+    table = report_table(title, "run")
     add_number_columns(table, "last tenth", "strays from fp32", "at most")
     for name, row in report["summary"].items():
         cells = [f"{figure:.4f}" for figure in row.values()]
@@ -178,7 +193,7 @@ def curves_as_svg(curves: Curves) -> str:
     return svg_document([upper, lower], CURVE_TITLES, CURVE_COLOURS)
 
 
-def svg_document(plots: list[str], titles: dict[str, str], colours: dict[str, str]) -> str:
+def svg_document(plots: list[str], titles: ByCurve, colours: ByCurve) -> str:
     """Plots one above the other, and the legend at the bottom."""
     frame = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 640" font-family="sans-serif" font-size="12">'
     background = '<rect width="760" height="640" fill="white"/>'
@@ -187,7 +202,7 @@ def svg_document(plots: list[str], titles: dict[str, str], colours: dict[str, st
     return "\n".join(parts)
 
 
-def curve_legend(titles: dict[str, str], colours: dict[str, str]) -> list[str]:
+def curve_legend(titles: ByCurve, colours: ByCurve) -> list[str]:
     """Four entries to a line."""
     parts: list[str] = []
     entries = enumerate(titles.items())
@@ -199,12 +214,13 @@ def curve_legend(titles: dict[str, str], colours: dict[str, str]) -> list[str]:
     return parts
 
 
-def loss_plot(curves: Curves, top: float, title: str, colours: dict[str, str]) -> str:
-    values = list(chain.from_iterable(curves.values()))
-    longest = max(map(len, curves.values()))
+def loss_plot(curves: Curves, top: float, title: str, colours: ByCurve) -> str:
+    series = curves.values()
+    values = list(chain.from_iterable(series))
+    steps = max(2, *map(len, series))
     lowest = min(values)
     highest = max(values)
-    panel = LossPanel(top, lowest, highest, max(2, longest))
+    panel = LossPanel(top, lowest, highest, steps)
     heading = f'<text x="{panel.left}" y="{top + 8}" font-weight="bold">{title}</text>'
     parts = [heading]
     parts += loss_axis(panel)

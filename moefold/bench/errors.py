@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from moefold.api.moe_layer import MoeLayer, layer_recipes
-from moefold.bench.layer import LAYER_SHAPES, BuiltLayer, LayerForward, LayerShape, transformers_layer
+from moefold.bench.layer import LAYER_SHAPES, BuiltLayer, LayerBuilder, LayerForward, LayerShape, transformers_layer
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import ErrorsOptions
-from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
+from moefold.bench.report import Report, Row, add_number_columns, report_heading, report_table, show_report
 from moefold.bench.versions import installed_version
-from moefold.config.errors import one_of
+from moefold.config.errors import all_of
 from moefold.precision.recipes import attach_recipes
 from moefold.train.assemble import choose_kernels
 
@@ -45,20 +44,25 @@ class Variant(NamedTuple):
     options: dict[str, Any]
 
 
-PLAIN_VARIANT = Variant("plain", {})
+AS_IT_IS: dict[str, Any] = {}
+POWERS_OF_TWO = {"power_of_two_scales": True}
+E5M2_GRADIENTS = {"gradient_format": "e5m2"}
+PLAIN_VARIANT = Variant("plain", AS_IT_IS)
 VARIANTS = {
     "bf16": PLAIN_VARIANT,
-    "fp8_block": Variant("fp8_block", {}),
-    "fp8_block, powers of two": Variant("fp8_block", {"power_of_two_scales": True}),
-    "fp8_block, e5m2 gradients": Variant("fp8_block", {"gradient_format": "e5m2"}),
-    "fp8_tensor": Variant("fp8_tensor", {}),
-    "fp8_tensor, e5m2 gradients": Variant("fp8_tensor", {"gradient_format": "e5m2"}),
-    "fp8_row": Variant("fp8_row", {}),
-    "fp8_row, e5m2 gradients": Variant("fp8_row", {"gradient_format": "e5m2"}),
-    "fp8_hybrid": Variant("fp8_hybrid", {}),
-    "fp8_hybrid, e5m2 gradients": Variant("fp8_hybrid", {"gradient_format": "e5m2"}),
+    "fp8_block": Variant("fp8_block", AS_IT_IS),
+    "fp8_block, powers of two": Variant("fp8_block", POWERS_OF_TWO),
+    "fp8_block, e5m2 gradients": Variant("fp8_block", E5M2_GRADIENTS),
+    "fp8_tensor": Variant("fp8_tensor", AS_IT_IS),
+    "fp8_tensor, e5m2 gradients": Variant("fp8_tensor", E5M2_GRADIENTS),
+    "fp8_row": Variant("fp8_row", AS_IT_IS),
+    "fp8_row, e5m2 gradients": Variant("fp8_row", E5M2_GRADIENTS),
+    "fp8_hybrid": Variant("fp8_hybrid", AS_IT_IS),
+    "fp8_hybrid, e5m2 gradients": Variant("fp8_hybrid", E5M2_GRADIENTS),
 }
 TRANSFORMERS = "HF bf16"
+LayerResults = dict[str, Tensor]  # those named in RESULTS
+ResultErrors = dict[str, float]  # of each
 
 
 class LayerNumbers(NamedTuple):
@@ -79,62 +83,84 @@ def run_benchmark(options: ErrorsOptions) -> int:
 def errors_report(options: ErrorsOptions) -> Report:
     device = resolve_device(options.device)
     shapes = LAYER_SHAPES if device == "cuda" else CPU_SHAPES
-    names = [one_of("layer", name, shapes) for name in options.layer]
+    names = all_of("layer", options.layer, shapes)
     results: list[Row] = []
     for name in names or CPU_SHAPES:
         shape = shapes[name]
-        errors = layer_errors(shape, device)
-        results.append({"layer": name, **asdict(shape), "errors": errors})
+        row: Row = {"layer": name, **asdict(shape)}
+        row["errors"] = layer_errors(shape, device)
+        results.append(row)
     return machine_facts(device) | {"results": results}
 
 
-def layer_errors(shape: LayerShape, device: str) -> dict[str, dict[str, float]]:
+def layer_errors(shape: LayerShape, device: str) -> dict[str, ResultErrors]:
     """The error of each result of each contender."""
     numbers = draw_numbers(shape, device)
-    judge = results_of(moefold_contender(shape, PLAIN_VARIANT, device, torch.float64), numbers)
-    contenders = {
-        name: partial(moefold_contender, shape, variant, device, torch.bfloat16) for name, variant in VARIANTS.items()
-    }
-    if installed_version("transformers"):
-        contenders[TRANSFORMERS] = partial(transformers_layer, shape, device, torch.bfloat16)
-    errors: dict[str, dict[str, float]] = {}
+    build_exact = partial(moefold_contender, shape, PLAIN_VARIANT, device, torch.float64)
+    judge = results_of(build_exact, numbers)
+    contenders = error_contenders(shape, device)
+    errors: dict[str, ResultErrors] = {}
     for name, build in contenders.items():
-        results = results_of(build(), numbers)
-        errors[name] = {key: relative_error(results[key], judge[key]) for key in RESULTS}
+        results = results_of(build, numbers)
+        errors[name] = relative_errors(results, judge)
         free_device_memory(device)
     return errors
 
 
+def error_contenders(shape: LayerShape, device: str) -> dict[str, LayerBuilder]:
+    dtype = torch.bfloat16
+    contenders: dict[str, LayerBuilder] = {}
+    for name, variant in VARIANTS.items():
+        contenders[name] = partial(moefold_contender, shape, variant, device, dtype)
+    if installed_version("transformers"):
+        contenders[TRANSFORMERS] = partial(transformers_layer, shape, device, dtype)
+    return contenders
+
+
 def draw_numbers(shape: LayerShape, device: str) -> LayerNumbers:
     generator = torch.Generator(device).manual_seed(0)
-    d, f, e = shape.hidden, shape.ffn, shape.experts
+    d = shape.hidden
+    f = shape.ffn
+    e = shape.experts
+    count = SPARE * shape.tokens
 
     def draw(*sizes: int, scale: float = 1.0) -> Tensor:
-        drawn = torch.randn(sizes, device=device, generator=generator) * scale
-        return drawn.bfloat16()
+        drawn = torch.randn(sizes, device=device, generator=generator)
+        scaled = drawn * scale
+        return scaled.bfloat16()
 
-    router_ED = draw(e, d, scale=d**-0.5)
-    up_END = draw(e, 2 * f, d, scale=d**-0.5)
-    down_EDF = draw(e, d, f, scale=f**-0.5)
-    x_TD = clear_tokens(draw(SPARE * shape.tokens, d), router_ED, shape)
-    return LayerNumbers(router_ED, up_END, down_EDF, x_TD, draw(len(x_TD), d))
+    of_hidden = d**-0.5
+    of_inner = f**-0.5
+    router_ED = draw(e, d, scale=of_hidden)
+    up_END = draw(e, 2 * f, d, scale=of_hidden)
+    down_EDF = draw(e, d, f, scale=of_inner)
+    x_ND = draw(count, d)
+    x_TD = clear_tokens(x_ND, router_ED, shape)
+    dy_TD = draw(len(x_TD), d)
+    return LayerNumbers(router_ED, up_END, down_EDF, x_TD, dy_TD)
 
 
 def clear_tokens(x_ND: Tensor, router_ED: Tensor, shape: LayerShape) -> Tensor:
     """The first T tokens whose K experts no rounding can change; fewer where there are not so many."""
-    logits_NE = x_ND.double() @ router_ED.double().T
-    best_NK = logits_NE.topk(shape.top_k + 1, dim=1).values
-    distance_N = best_NK[:, -2] - best_NK[:, -1]
-    clear_N = (distance_N > CLEAR).nonzero()[:, 0]
-    return x_ND[clear_N[: shape.tokens]]
+    router_DE = router_ED.double().T
+    logits_NE = x_ND.double() @ router_DE
+    best = logits_NE.topk(shape.top_k + 1, dim=1)
+    *_, last_chosen_N, first_left_N = best.values.unbind(1)
+    distance_N = last_chosen_N - first_left_N
+    is_clear_N = distance_N > CLEAR
+    (clear_C,) = is_clear_N.nonzero(as_tuple=True)
+    return x_ND[clear_C[: shape.tokens]]
 
 
 def moefold_contender(shape: LayerShape, variant: Variant, device: str, dtype: torch.dtype) -> BuiltLayer:
-    sizes = (shape.hidden, shape.experts, shape.top_k, shape.ffn)
-    module = MoeLayer(*sizes, device=device, dtype=dtype, initialise=False, recipe=variant.recipe)
-    precision = replace(module.config.precision, **variant.options)
-    kernels = choose_kernels(module.config, module.world)
-    attach_recipes(module.layer, layer_recipes(module.config), kernels, precision)
+    sizes = shape.hidden, shape.experts, shape.top_k, shape.ffn
+    recipe = variant.recipe
+    module = MoeLayer(*sizes, device=device, dtype=dtype, initialise=False, recipe=recipe)
+    config = module.config
+    precision = replace(config.precision, **variant.options)
+    kernels = choose_kernels(config, module.world)
+    recipes = layer_recipes(config)
+    attach_recipes(module.layer, recipes, kernels, precision)
 
     def forward_alone(h_TD: Tensor) -> Tensor:
         output_TD, _ = module(h_TD)
@@ -143,29 +169,44 @@ def moefold_contender(shape: LayerShape, variant: Variant, device: str, dtype: t
     return forward_alone, module
 
 
-def results_of(built: BuiltLayer, numbers: LayerNumbers) -> dict[str, Tensor]:
-    forward, module = built
-    router, up, down = layer_weights(module)
-    with torch.no_grad():
-        for weight, values in zip((router, up, down), numbers[:3], strict=True):
-            weight.copy_(values.view_as(weight))
-    x_TD = numbers.x_TD.to(down.dtype, copy=True).requires_grad_()
+def results_of(build: LayerBuilder, numbers: LayerNumbers) -> LayerResults:
+    forward, module = build()
+    router = weight_named(module, "router.weight", "gate.weight")
+    up = weight_named(module, "gate_up", "gate_up_proj")
+    down = weight_named(module, "down", "down_proj")
+    set_weight(router, numbers.router_ED)
+    set_weight(up, numbers.up_END)
+    set_weight(down, numbers.down_EDF)
+    x_TD = numbers.x_TD.to(down.dtype, copy=True)
+    x_TD.requires_grad_()
     y_TD = run_backward(forward, x_TD, numbers.dy_TD)
-    found = (y_TD, x_TD.grad, up.grad, down.grad, router.grad)
-    return {name: as_tensor(value) for name, value in zip(RESULTS, found, strict=True)}
+    found = {
+        "output": y_TD,
+        "dx": x_TD.grad,
+        "dW up": up.grad,
+        "dW down": down.grad,
+        "dW router": router.grad,
+    }
+    return {name: as_tensor(value) for name, value in found.items()}
 
 
-def layer_weights(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Router, first and second product, of moefold's layer or of transformers'."""
-    named = dict(module.named_parameters())
-    ends = (("router.weight", "gate.weight"), ("gate_up", "gate_up_proj"), ("down", "down_proj"))
-    router, up, down = [next(p for name, p in named.items() if name.endswith(both)) for both in ends]
-    return router, up, down
+def weight_named(module: nn.Module, *ends: str) -> Tensor:
+    """The weight whose name has one of the ends, that of moefold's layer or that of transformers'."""
+    for name, parameter in module.named_parameters():
+        if name.endswith(ends):
+            return parameter
+    raise LookupError(f"no parameter ends with one of {ends}")
+
+
+@torch.no_grad()
+def set_weight(weight: Tensor, values: Tensor) -> None:
+    weight.copy_(values.view_as(weight))
 
 
 def run_backward(forward: LayerForward, x_TD: Tensor, dy_TD: Tensor) -> Tensor:
     y_TD = forward(x_TD)
-    y_TD.backward(dy_TD.to(y_TD.dtype))
+    dy_TD = dy_TD.to(y_TD.dtype)
+    y_TD.backward(dy_TD)
     return y_TD.detach()
 
 
@@ -174,25 +215,29 @@ def as_tensor(value: Tensor | None) -> Tensor:
     return value
 
 
+def relative_errors(results: LayerResults, judge: LayerResults) -> ResultErrors:
+    errors: ResultErrors = {}
+    for name in RESULTS:
+        errors[name] = relative_error(results[name], judge[name])
+    return errors
+
+
 def relative_error(found: Tensor, judge: Tensor) -> float:
     difference = found.double().view_as(judge) - judge
-    return (difference.norm() / judge.norm()).item()
+    error = difference.norm() / judge.norm()
+    return error.item()
 
 
 def print_errors_report(report: Report) -> None:
-    table = Table(
-        title=report_heading(report),
-        title_justify="left",
-        caption=CAPTION,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-    )
+    heading = report_heading(report)
+    table = report_table(heading, caption=CAPTION, box=SIMPLE_HEAD)
     table.add_column("layer", no_wrap=True)
     table.add_column("recipe", no_wrap=True)
     add_number_columns(table, *RESULTS)
     for row in report["results"]:
+        layer = row["layer"]
         for name, errors in row["errors"].items():
             cells = [f"{100 * errors[key]:.2f}" for key in RESULTS]
-            table.add_row(row["layer"], name, *cells)
+            table.add_row(layer, name, *cells)
         table.add_section()
     Console().print(table)

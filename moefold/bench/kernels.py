@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from moefold.bench.clock import median_seconds
+from moefold.bench.clock import Work, median_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, resolve_dtype
 from moefold.bench.options import KernelsOptions
-from moefold.bench.report import Report, Row, add_number_columns, show_report
+from moefold.bench.report import Report, Row, add_number_columns, report_table, show_report
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.registry import KernelCase, float_tensors, import_every_op, map_tensors
 from moefold.layout.dtypes import DTYPES
+
+KernelCall = Callable[..., Any]
+Clock = Callable[[Work], float]
 
 
 def run_benchmark(options: KernelsOptions) -> int:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
-    names = [options.op] if options.op else list(CATALOG)
+    names = list(CATALOG)
+    if options.op:
+        names = [options.op]
     results: list[Row] = []
     for name in names:
         results += time_implementations(name, device, dtype, options.repeat)
@@ -31,14 +36,15 @@ def run_benchmark(options: KernelsOptions) -> int:
 
 
 def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[Row]:
-    op = import_every_op()[name]
+    ops = import_every_op()
+    op = ops[name]
     rows: list[Row] = []
     for case in op.cases(device, DTYPES[dtype]):
         runnable = runnable_implementations(name, case, device, dtype)
         for implementation in runnable:
             call = op.implementations[implementation]
-            differentiable = op.differentiable
-            forward, both = time_kernel_case(call, case.inputs, differentiable, device, repeat)
+            clock = partial(median_seconds, device=device, repeat=repeat)
+            forward, both = time_kernel_case(call, case.inputs, op.differentiable, clock)
             row: Row = {"op": name, "case": case.name}
             row["implementation"] = implementation
             row["forward_us"] = forward * 1e6
@@ -56,9 +62,7 @@ def runnable_implementations(name: str, case: KernelCase, device: str, dtype: st
     return ["reference", *fast]
 
 
-def time_kernel_case(
-    call: Callable[..., Any], inputs: tuple[Any, ...], differentiable: bool, device: str, repeat: int
-) -> tuple[float, float]:
+def time_kernel_case(call: KernelCall, inputs: Any, differentiable: bool, clock: Clock) -> tuple[float, float]:
     """Median seconds of the forward pass, and of forward and backward. Not every op has a backward."""
     leaves = map_tensors(inputs, detached_copy)
     floats = float_tensors(leaves)
@@ -76,12 +80,12 @@ def time_kernel_case(
         first.backward(ones)
 
     # Inputs require gradients only after the forward timing.
-    forward = median_seconds(forward_only, device, repeat)
+    forward = clock(forward_only)
     if not differentiable:
         return forward, forward
     for leaf in floats:
         leaf.requires_grad_()
-    both = median_seconds(forward_backward, device, repeat)
+    both = clock(forward_backward)
     return forward, both
 
 
@@ -93,7 +97,7 @@ def detached_copy(value: Any) -> Any:
 
 def print_kernel_table(report: Report) -> None:
     title = f"kernels on {report['device']} in {report['dtype']}, microseconds"
-    table = Table("operation", "case", "kernel", title=title, title_justify="left")
+    table = report_table(title, "operation", "case", "kernel")
     add_number_columns(table, "forward", "+ backward", "speed-up")
     reference = 1.0
     op = ""
@@ -103,11 +107,11 @@ def print_kernel_table(report: Report) -> None:
         if row["implementation"] == "reference":
             reference = both
         # The operation's name stands on its first row only.
-        title = "" if row["op"] == op else row["op"]
-        op = row["op"]
-        if title:
+        title = ""
+        if row["op"] != op:
+            op = row["op"]
+            title = op
             table.add_section()
-        times = (f"{forward:.1f}", f"{both:.1f}", f"{reference / both:.2f}")
-        implementation = row["implementation"]
-        table.add_row(title, row["case"], implementation, *times)
+        times = f"{forward:.1f}", f"{both:.1f}", f"{reference / both:.2f}"
+        table.add_row(title, row["case"], row["implementation"], *times)
     Console().print(table)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from moefold.api.moe_layer import MoeLayer
 from moefold.bench.clock import Work, wall_clock_seconds
-from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, resolve_dtype
+from moefold.bench.machine import GIB, free_device_memory, machine_facts, resolve_device, resolve_dtype
 from moefold.bench.options import LayerOptions
-from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
+from moefold.bench.report import Report, Row, add_number_columns, report_heading, report_table, show_report
 from moefold.bench.versions import installed_version
 from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
@@ -86,7 +86,7 @@ def moefold_layer(
     layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool = False, recipe: str = "plain"
 ) -> BuiltLayer:
     """`moefold.MoeLayer`, with kernels chosen as in a run; with `zipf`, expert ids are imposed."""
-    shape = (layer.hidden, layer.experts, layer.top_k, layer.ffn)
+    shape = layer.hidden, layer.experts, layer.top_k, layer.ffn
     module = MoeLayer(*shape, device=device, dtype=dtype, initialise=False, recipe=recipe)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -126,7 +126,9 @@ def transformers_layer(layer: LayerShape, device: str, dtype: torch.dtype) -> Bu
         nn.init.normal_(parameter, std=0.02)
 
     def block_forward(h_TD: Tensor) -> Tensor:
-        return block(h_TD[None])[0]
+        h_BTD = h_TD[None]
+        out_BTD = block(h_BTD)
+        return out_BTD[0]
 
     return block_forward, block
 
@@ -151,10 +153,15 @@ def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torc
     # Cool steps first: after the sustained ones the card has lowered its clock.
     cool_times = [cool_milliseconds(forward_backward, device) for _ in range(repeat)]
     cool = median(cool_times)
-    sustained = median(sustained_milliseconds(forward_backward, device, repeat))
+    times = sustained_milliseconds(forward_backward, device, repeat)
+    sustained = median(times)
     gflop = layer.flops_per_step / 1e9
-    saved_gib = saved / 2**30
-    return LayerTiming(sustained, gflop / sustained, gflop / cool, saved_gib)
+    return LayerTiming(
+        milliseconds=sustained,
+        tflops=gflop / sustained,
+        cool_tflops=gflop / cool,
+        saved_gib=saved / GIB,
+    )
 
 
 def saved_bytes(forward: LayerForward, h_TD: Tensor, device: str) -> int:
@@ -166,7 +173,9 @@ def saved_bytes(forward: LayerForward, h_TD: Tensor, device: str) -> int:
 
 
 def allocated_bytes(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
+    if device != "cuda":
+        return 0
+    return torch.cuda.memory_allocated()
 
 
 def sustained_milliseconds(step: Work, device: str, repeat: int) -> list[float]:
@@ -208,7 +217,8 @@ def cool_milliseconds(step: Work, device: str) -> float:
 def layer_report(options: LayerOptions) -> Report:
     """Every layer in turn: ours, ours with skewed routing, transformers'."""
     device = resolve_device(options.device)
-    dtype = DTYPES[resolve_dtype(options.dtype, device)]
+    dtype_name = resolve_dtype(options.dtype, device)
+    dtype = DTYPES[dtype_name]
     names = all_of("layer", options.layer, LAYER_SHAPES)
     recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
     layers = {"small": CPU_SHAPE}
@@ -264,28 +274,34 @@ def print_layer_report(report: Report) -> None:
 
 def print_recipes(report: Report, recipes: list[str]) -> None:
     """One line for each layer and recipe, beside the layer without one."""
-    table = Table(title="precision recipes", title_justify="left", caption=RECIPE_CAPTION, box=SIMPLE_HEAD)
+    table = report_table("precision recipes", caption=RECIPE_CAPTION, box=SIMPLE_HEAD)
     table.add_column("layer", no_wrap=True)
     table.add_column("recipe", no_wrap=True)
     add_number_columns(table, "TF/s", "cool", "GiB", "times plain", "GiB of plain")
     for row in report["results"]:
+        layer = row["layer"]
         plain = row["ours"]
+        plain_gib = max(plain["saved_gib"], 1e-9)
         for recipe in recipes:
             mine = row[recipe]
             faster = plain["milliseconds"] / mine["milliseconds"]
-            kept = mine["saved_gib"] / max(plain["saved_gib"], 1e-9)
-            cells = [recipe, f"{mine['tflops']:.0f}", f"{mine['cool_tflops']:.0f}"]
-            cells += [f"{mine['saved_gib']:.3f}", f"{faster:.2f}", f"{kept:.0%}"]
-            table.add_row(row["layer"], *cells)
+            kept = mine["saved_gib"] / plain_gib
+            saved = f"{mine['saved_gib']:.3f}"
+            speeds = speed_cells(mine)
+            table.add_row(layer, recipe, *speeds, saved, f"{faster:.2f}", f"{kept:.0%}")
     Console().print(table)
+
+
+def speed_cells(timing: Row) -> list[str]:
+    return [f"{timing['tflops']:.0f}", f"{timing['cool_tflops']:.0f}"]
 
 
 def own_cells(row: Row) -> list[str]:
     ours = row["ours"]
     skewed = row["ours_zipf"]["tflops"]
     kept = skewed / ours["tflops"]
-    speeds = [f"{ours['tflops']:.0f}", f"{ours['cool_tflops']:.0f}"]
-    return [*speeds, f"{ours['saved_gib']:.3f}", f"{skewed:.0f}", f"{kept:.0%}"]
+    saved = f"{ours['saved_gib']:.3f}"
+    return [*speed_cells(ours), saved, f"{skewed:.0f}", f"{kept:.0%}"]
 
 
 def transformers_cells(row: Row) -> list[str]:
@@ -294,5 +310,5 @@ def transformers_cells(row: Row) -> list[str]:
     ours = row["ours"]
     theirs = row["transformers"]
     ratio = theirs["milliseconds"] / ours["milliseconds"]
-    speeds = [f"{theirs['tflops']:.0f}", f"{theirs['cool_tflops']:.0f}"]
-    return [*speeds, f"{theirs['saved_gib']:.2f}", f"{ratio:.2f}"]
+    saved = f"{theirs['saved_gib']:.2f}"
+    return [*speed_cells(theirs), saved, f"{ratio:.2f}"]

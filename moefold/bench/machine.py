@@ -13,6 +13,7 @@ from moefold.bench.versions import installed_version
 from moefold.config.errors import UserError
 
 REPORTED_PACKAGES = ("torch", "triton", "transformers")
+GIB = 2**30
 
 
 def resolve_device(wanted: str) -> str:
@@ -49,6 +50,23 @@ def machine_facts(device: str) -> dict[str, Any]:
 def synchronize_device(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def reset_peak_memory(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_device_gib(device: str) -> float | None:
+    """GiB of device memory at most since the last reset; none where torch does not count them."""
+    if device != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated() / GIB
+
+
+def first_line_of(error: Exception) -> str:
+    first_line, *_ = str(error).splitlines()
+    return first_line
 
 
 def free_device_memory(device: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import tyro
 
@@ -80,6 +80,21 @@ class StepOptions(DeviceOptions):
     """Folder for the profile and trace of one step of each model, and for the figures measured so far."""
     recipe: tuple[str, ...] = ()
     """Precision recipes, timed beside plain, such as fp8_block."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
+class GraphsOptions(BenchOptions):
+    """Time training steps as one CUDA graph, beside eager steps and the time in which the device is busy."""
+
+    model: tuple[str, ...] = ()
+    """Only these models."""
+    tokens: tuple[int, ...] = ()
+    """Only rows with microbatches of so many tokens: 512, 2048, 4096."""
+    steps: int = 20
+    """Timed steps."""
 
     def check_values(self) -> None:
         require_positive("steps", self.steps)
@@ -160,6 +175,31 @@ class OverlapOptions(BenchOptions):
     def check_values(self) -> None:
         if self.delay_ms < 0 or self.microbatches < 2:
             raise UserError("--delay-ms must be at least 0 and --microbatches at least 2; such as 10 and 16")
+
+
+MemoryPart = Literal["recompute", "offload", "longest"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
+
+
+@dataclass(frozen=True)
+class MemoryOptions(DeviceOptions):
+    """Measure what recompute and offload cost and save, and the longest sequence of one step."""
+
+    part: tuple[MemoryPart, ...] = ()
+    """Only these parts."""
+    model: tuple[str, ...] = ()
+    """Only these models of the parts recompute and offload."""
+    steps: int = 3
+    """Timed steps of each case."""
+    length: tuple[int, ...] = ()
+    """Lengths that the part longest tries, in tokens; by default 280,000 on a GPU."""
+    out: Path | None = None
+    """File for the figures measured so far, as JSON."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+        for length in self.length:
+            require_positive("length", length)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean
@@ -23,11 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from moefold.bench.clock import wall_clock_seconds
 from moefold.bench.options import OverlapOptions
-from moefold.bench.report import add_number_columns, show_report
+from moefold.bench.report import add_number_columns, report_table, show_report
 from moefold.comm import collectives
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World
@@ -50,8 +50,9 @@ class OverlapWay(NamedTuple):
     shared_ffn: int = 0
 
     def changed(self, config: Config) -> Config:
-        moe = replace(config.model.moe, shared_ffn=self.shared_ffn)
-        model = replace(config.model, moe=moe)
+        model = config.model
+        moe = replace(model.moe, shared_ffn=self.shared_ffn)
+        model = replace(model, moe=moe)
         return replace(config, model=model, pipeline=self.pipeline)
 
 
@@ -74,23 +75,24 @@ def run_benchmark(options: OverlapOptions) -> int:
         arguments = rank_arguments(options, folder)
         if code := run_local_ranks(arguments, RANKS):
             return code
-        figures = [read_rank_figures(Path(folder), rank) for rank in range(RANKS)]
+        read = partial(read_rank_figures, Path(folder))
+        figures = list(map(read, range(RANKS)))
     summary = overlap_summary(figures)
     print_table = partial(print_overlap_table, options)
     show_report(summary, options.json, print_table)
     if options.trace:
-        events: list[TraceEvent] = []
-        for rank in figures:
-            events += [TraceEvent(**event) for event in rank["events"]]
+        written = chain.from_iterable(rank["events"] for rank in figures)
+        events = [TraceEvent(**event) for event in written]
         write_trace(options.trace, events)
     return 0
 
 
 def rank_arguments(options: OverlapOptions, folder: str) -> list[str]:
-    delay = str(options.delay_ms)
-    microbatches = str(options.microbatches)
-    settings = ["--delay-ms", delay, "--microbatches", microbatches]
-    return ["bench", "overlap", *settings, "--found", folder]
+    arguments = ["bench", "overlap"]
+    arguments += ["--delay-ms", str(options.delay_ms)]
+    arguments += ["--microbatches", str(options.microbatches)]
+    arguments += ["--found", folder]
+    return arguments
 
 
 def read_rank_figures(folder: Path, rank: int) -> RankFigures:
@@ -117,12 +119,13 @@ def overlap_summary(figures: list[RankFigures]) -> dict[str, Seconds]:
 
 def print_overlap_table(options: OverlapOptions, summary: dict[str, Seconds]) -> None:
     title = f"{options.microbatches} microbatches, {options.delay_ms:g} ms an exchange, 2 CPU ranks; ms of one step"
-    table = Table("way", title=title, title_justify="left")
+    table = report_table(title, "way")
     add_number_columns(table, "step", "exposed", "hidden")
     for way, figures in summary.items():
-        step = 1e3 * figures["step"]
-        exposed = 1e3 * figures["exposed"]
-        table.add_row(way, f"{step:.0f}", f"{exposed:.0f}", f"{figures['hidden']:.1%}")
+        step = f"{1e3 * figures['step']:.0f}"
+        exposed = f"{1e3 * figures['exposed']:.0f}"
+        hidden = f"{figures['hidden']:.1%}"
+        table.add_row(way, step, exposed, hidden)
     Console().print(table)
 
 
@@ -149,10 +152,16 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
         for name, way in OVERLAP_WAYS.items():
             variant = way.changed(config)
             ways[name], events = measure_overlap(variant, world, exchanges)
+    figures: RankFigures = {"ways": ways, "events": from_zero(events)}
+    path = folder / f"{world.rank}.json"
+    path.write_text(json.dumps(figures))
+
+
+def from_zero(events: list[TraceEvent]) -> list[dict[str, Any]]:
+    """The events as objects of JSON; the first begins at 0."""
     origin = events[0].start if events else 0.0
-    shifted = [asdict(event.shifted(-origin)) for event in events]
-    text = json.dumps({"ways": ways, "events": shifted})
-    (folder / f"{world.rank}.json").write_text(text)
+    shifted = [event.shifted(-origin) for event in events]
+    return list(map(asdict, shifted))
 
 
 def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Measured:
@@ -165,9 +174,14 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Me
     spans.start_recording()
     seconds = wall_clock_seconds(partial(take_next_step, run))
     events = sorted(spans.events, key=attrgetter("start"))
-    waits = [event for event in events if event.lane == "waiting"]
-    work = [event for event in events if event.lane != "waiting"]
-    exposed = sum(exposed_seconds(exchange, waits) for exchange in exchanges.events)
+    waits: list[TraceEvent] = []
+    work: list[TraceEvent] = []
+    for event in events:
+        is_wait = event.lane == "waiting"
+        (waits if is_wait else work).append(event)
+    exposed = 0
+    for exchange in exchanges.events:
+        exposed += exposed_seconds(exchange, waits)
     return {"step": seconds, "exposed": exposed}, work
 
 
@@ -196,8 +210,10 @@ def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
         if what != "rows":
             return result
         elapsed = time.time() - begun
-        time.sleep(max(0.0, seconds - elapsed))
-        lane = "compute" if threading.current_thread() is main_thread else "comm"
+        left = seconds - elapsed
+        time.sleep(max(0.0, left))
+        on_main = threading.current_thread() is main_thread
+        lane = "compute" if on_main else "comm"
         event = TraceEvent(0, lane, "exchange", begun, time.time())
         spans.events.append(event)
         return result

@@ -6,17 +6,23 @@ Memory is torch's peak of allocated bytes; time is that of a whole step.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
+from moefold.bench.machine import first_line_of, free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import PlanBenchOptions
-from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
+from moefold.bench.report import (
+    Report,
+    Row,
+    add_number_columns,
+    report_heading,
+    report_table,
+    show_report,
+    tell_progress,
+)
 from moefold.bench.step import time_moefold_steps
 from moefold.config.errors import UserError
 from moefold.config.read import with_values
@@ -33,31 +39,38 @@ FP32_STATE_BF16_MOMENTS = FP32_STATE | {"optim.moments": "bf16"}
 
 
 Overrides = dict[str, Any]  # configuration keys
-PlanCase = tuple[str, Overrides]  # model, keys
 Figures = dict[str, float]  # peak_gib and step_ms
 
 
-def plan_case(model: str, layers: int, seq_len: int, micro_batch: int, microbatches: int, state: Overrides) -> PlanCase:
-    shape = {
-        "model.layers": layers,
-        "data.seq_len": seq_len,
-        "train.micro_batch": micro_batch,
-        "train.global_batch": micro_batch * microbatches,
-    }
-    return model, shape | state
+class PlanCase(NamedTuple):
+    model: str
+    layers: int
+    state: Overrides
+    seq_len: int = 4096
+    micro_batch: int = 4
+    microbatches: int = 1
+
+    def overrides(self) -> Overrides:
+        shape = {
+            "model.layers": self.layers,
+            "data.seq_len": self.seq_len,
+            "train.micro_batch": self.micro_batch,
+            "train.global_batch": self.micro_batch * self.microbatches,
+        }
+        return shape | self.state
 
 
 PLAN_CASES = {
-    "olmoe, lean": plan_case("olmoe-1b-7b", 16, 4096, 4, 1, BF16_STATE),
-    "olmoe, 3 x 2": plan_case("olmoe-1b-7b", 8, 4096, 2, 3, FP32_STATE),
-    "olmoe, short": plan_case("olmoe-1b-7b", 6, 1024, 16, 1, FP32_STATE_BF16_MOMENTS),
-    "qwen3-30b, lean": plan_case("qwen3-30b-a3b", 12, 4096, 4, 1, BF16_STATE),
-    "qwen3-30b, long": plan_case("qwen3-30b-a3b", 6, 16384, 1, 2, FP32_STATE),
-    "mixtral-8x22b, lean": plan_case("mixtral-8x22b", 2, 4096, 4, 1, BF16_STATE),
-    "mixtral-8x7b": plan_case("mixtral-8x7b", 3, 4096, 2, 2, FP32_STATE),
-    "deepseek-v2-lite": plan_case("deepseek-v2-lite", 8, 4096, 4, 1, BF16_STATE),
-    "qwen3-235b": plan_case("qwen3-235b-a22b", 1, 4096, 4, 2, FP32_STATE),
-    "qwen2-57b": plan_case("qwen2-57b-a14b", 2, 4096, 4, 1, BF16_STATE),
+    "olmoe, lean": PlanCase("olmoe-1b-7b", 16, BF16_STATE),
+    "olmoe, 3 x 2": PlanCase("olmoe-1b-7b", 8, FP32_STATE, micro_batch=2, microbatches=3),
+    "olmoe, short": PlanCase("olmoe-1b-7b", 6, FP32_STATE_BF16_MOMENTS, seq_len=1024, micro_batch=16),
+    "qwen3-30b, lean": PlanCase("qwen3-30b-a3b", 12, BF16_STATE),
+    "qwen3-30b, long": PlanCase("qwen3-30b-a3b", 6, FP32_STATE, seq_len=16384, micro_batch=1, microbatches=2),
+    "mixtral-8x22b, lean": PlanCase("mixtral-8x22b", 2, BF16_STATE),
+    "mixtral-8x7b": PlanCase("mixtral-8x7b", 3, FP32_STATE, micro_batch=2, microbatches=2),
+    "deepseek-v2-lite": PlanCase("deepseek-v2-lite", 8, BF16_STATE),
+    "qwen3-235b": PlanCase("qwen3-235b-a22b", 1, FP32_STATE, microbatches=2),
+    "qwen2-57b": PlanCase("qwen2-57b-a14b", 2, BF16_STATE),
 }
 
 
@@ -78,9 +91,9 @@ def plan_case_config(model: str, values: Overrides) -> Config:
 
 
 def planned_figures(model: str, values: Overrides, gpu: str) -> Figures:
-    one_gpu = {"gpus": 1, "gpu": gpu, "precision": "bf16", "parallel.pp": 1}
-    request = one_gpu | values | {"model": model}
-    answer = answer_request(request)
+    one_gpu = {"gpus": 1, "gpu": gpu, "model": model}
+    layout = {"precision": "bf16", "parallel.pp": 1}
+    answer = answer_request(one_gpu | layout | values)
     milliseconds = 1e3 * answer["step_s"]
     return {"peak_gib": answer["memory_gib"], "step_ms": milliseconds}
 
@@ -94,7 +107,9 @@ def measured_figures(model: str, values: Overrides, steps: int) -> Figures:
 def plan_report(options: PlanBenchOptions) -> Report:
     """Every case in turn. A case that runs out of memory is reported as failed, and the next one follows."""
     results: list[Row] = []
-    for name, (model, values) in PLAN_CASES.items():
+    for name, case in PLAN_CASES.items():
+        model = case.model
+        values = case.overrides()
         planned = planned_figures(model, values, options.gpu)
         row: Row = {"case": name, "model": model, **values}
         row["planned"] = planned
@@ -102,10 +117,9 @@ def plan_report(options: PlanBenchOptions) -> Report:
         try:
             measured = measured_figures(model, values, options.steps)
             row["measured"] = measured
-            print(f"{name}: {planned} planned, {measured} measured", file=sys.stderr, flush=True)
+            tell_progress(f"{name}: {planned} planned, {measured} measured")
         except torch.OutOfMemoryError as error:
-            first_line, *_ = str(error).splitlines()
-            row["failed"] = first_line
+            row["failed"] = first_line_of(error)
         free_device_memory("cuda")
     facts = machine_facts("cuda")
     return {**facts, "gpu": options.gpu, "results": results}
@@ -113,13 +127,13 @@ def plan_report(options: PlanBenchOptions) -> Report:
 
 def print_plan_report(report: Report) -> None:
     heading = report_heading(report)
-    table = Table(title=heading, title_justify="left", caption=PLAN_CAPTION)
+    table = report_table(heading, caption=PLAN_CAPTION)
     table.add_column("case", no_wrap=True)
     columns = ("measured", "off")
     add_number_columns(table, "peak", *columns, "step", *columns)
     for row in report["results"]:
-        cells = compared_cells(row) if "measured" in row else failed_cells(row)
-        table.add_row(row["case"], *cells)
+        describe = compared_cells if "measured" in row else failed_cells
+        table.add_row(row["case"], *describe(row))
     Console().print(table)
 
 
@@ -130,11 +144,15 @@ def compared_cells(row: Row) -> list[str]:
         planned = row["planned"][key]
         measured = row["measured"][key]
         error = planned / measured - 1
-        cells += [f"{planned:.{places}f}", f"{measured:.{places}f}", f"{error:+.1%}"]
+        cells.append(f"{planned:.{places}f}")
+        cells.append(f"{measured:.{places}f}")
+        cells.append(f"{error:+.1%}")
     return cells
 
 
 def failed_cells(row: Row) -> list[str]:
     planned = row["planned"]
+    peak = f"{planned['peak_gib']:.2f}"
+    step = f"{planned['step_ms']:.0f}"
     reason = row["failed"][:40]
-    return [f"{planned['peak_gib']:.2f}", reason, "", f"{planned['step_ms']:.0f}"]
+    return [peak, reason, "", step]

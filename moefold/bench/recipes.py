@@ -13,17 +13,25 @@ from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
-from rich.table import Table
 
-from moefold.bench.curves import Curves, loss_plot, svg_document, training_losses
+from moefold.bench.curves import (
+    ByCurve,
+    Curves,
+    Distances,
+    byte_model,
+    load_text,
+    loss_plot,
+    smoke_test_config,
+    svg_document,
+    training_losses,
+)
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import RecipesOptions
-from moefold.bench.report import Report, add_number_columns, show_report
+from moefold.bench.report import Report, add_number_columns, report_table, show_report
 from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import (
     AttentionConfig,
-    BalanceConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -31,11 +39,9 @@ from moefold.config.run import (
     OptimConfig,
     TrainConfig,
 )
-from moefold.data.corpus import Corpus, load_corpus
-from moefold.data.tokenizer import choose_tokenizer, load_tokenizer
-from moefold.presets.zoo import PRESETS
 
 COLOURS = ("#111827", "#6b7280", "#d1d5db", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#b45309")
+SAME_SEED = "plain, seed 1"  # as the recipes
 WINDOW = 25  # steps of the mean that is drawn
 
 
@@ -50,15 +56,11 @@ def run_benchmark(options: RecipesOptions) -> int:
 def recipe_curves_config(options: RecipesOptions, device: str) -> Config:
     """On a GPU 8 layers of 32 experts, 32,768 bytes of text a step; on a CPU a preset's tiny form, as a smoke test."""
     if device != "cuda":
-        config = PRESETS["qwen3-30b-a3b-tiny"]()
-        train = config.train
-        train = replace(train, device=device, steps=options.steps, global_batch=2)
-        return replace(config, train=train)
+        return smoke_test_config(device, options.steps)
     attention = AttentionConfig(heads=16, kv_heads=4, head_dim=64, qk_norm="head")
-    balance = BalanceConfig(aux_loss=0.01)
-    moe = MoeConfig(experts=32, top_k=4, ffn=512, balance=balance)
-    shape = ModelConfig(layers=8, hidden=1024, vocab=256)
-    model = replace(shape, attention=attention, moe=moe)
+    moe = MoeConfig(experts=32, top_k=4, ffn=512)
+    shape = ModelConfig(layers=8, hidden=1024)
+    model = byte_model(shape, attention, moe)
     files = options.files or (sysconfig.get_path("stdlib"),)
     data = DataConfig(source="files", files=files, seq_len=1024)
     batch = TrainConfig(global_batch=32, micro_batch=32)
@@ -83,7 +85,8 @@ def recipes_report(options: RecipesOptions) -> Report:
     device = resolve_device(options.device)
     recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
     if not recipes:
-        recipes = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
+        specs = RECIPE_SPECS.items()
+        recipes = [name for name, spec in specs if spec.quantises]
     config = recipe_curves_config(options, device)
     corpus = load_text(config)
     curves = losses_so_far(options.out)
@@ -103,12 +106,6 @@ def recipes_report(options: RecipesOptions) -> Report:
     return report
 
 
-def load_text(config: Config) -> Corpus:
-    vocab = config.model.vocab
-    tokenizer = load_tokenizer(choose_tokenizer(config.data, vocab), vocab)
-    return load_corpus(config.data, tokenizer, vocab)
-
-
 def losses_so_far(out: Path | None) -> Curves:
     if out is None:
         return {}
@@ -120,46 +117,44 @@ def losses_so_far(out: Path | None) -> Curves:
     return report["losses"]
 
 
-def is_plain(name: str) -> bool:
-    return name.startswith("plain")
-
-
-def last_losses(curves: Curves) -> dict[str, dict[str, float]]:
-    """Mean loss of the last 100 steps, and its distance from the mean of the plain runs, as a share."""
-    summary: dict[str, dict[str, float]] = {}
+def last_losses(curves: Curves) -> Distances:
+    """Mean loss of the last 100 steps, and its distance from the plain run with the same seed, as a share. Other plain
+    runs show how far another seed alone moves the loss."""
+    summary: Distances = {}
     for name, losses in curves.items():
-        summary[name] = {"last": mean(losses[-100:])}
-    plain_runs = filter(is_plain, curves)
-    plain = mean(summary[name]["last"] for name in plain_runs)
+        last = mean(losses[-100:])
+        summary[name] = {"last": last}
+    plain = summary[SAME_SEED]["last"]
     for row in summary.values():
-        row["from_plain"] = row["last"] / plain - 1
+        over_plain = row["last"] / plain
+        row["from_plain"] = over_plain - 1
     return summary
 
 
 def print_recipes_report(report: Report) -> None:
     title = f"{report['card']}, {report['date']}: {report['steps']} steps"
-    table = Table("run", title=title, title_justify="left")
+    table = report_table(title, "run")
     add_number_columns(table, "last 100 steps", "from plain")
     for name, row in report["summary"].items():
-        table.add_row(name, f"{row['last']:.4f}", f"{row['from_plain']:+.3%}")
+        last = f"{row['last']:.4f}"
+        distance = f"{row['from_plain']:+.3%}"
+        table.add_row(name, last, distance)
     Console().print(table)
 
 
 def recipes_as_svg(curves: Curves) -> str:
-    """Two plots: the losses, and their differences from the mean of the plain runs, both as means over some steps."""
+    """Two plots: the losses, and their differences from the plain run with the same seed; means over some steps."""
     smooth: Curves = {}
     for name, losses in curves.items():
         smooth[name] = moving_mean(losses)
-    plain = [smooth[name] for name in filter(is_plain, smooth)]
-    steps = zip(*plain, strict=True)
-    middle = list(map(mean, steps))
+    plain = smooth[SAME_SEED]
     differences: Curves = {}
     for name, losses in smooth.items():
-        pairs = zip(losses, middle, strict=True)
+        pairs = zip(losses, plain, strict=True)
         differences[name] = [loss - right for loss, right in pairs]
-    colours: dict[str, str] = dict(zip(curves, COLOURS, strict=False))
+    colours: ByCurve = dict(zip(curves, COLOURS, strict=False))
     upper = loss_plot(smooth, 20, "loss", colours)
-    lower = loss_plot(differences, 320, "loss less the mean of the plain runs", colours)
+    lower = loss_plot(differences, 320, "loss less that of plain, seed 1", colours)
     titles = {name: name for name in curves}
     return svg_document([upper, lower], titles, colours)
 
@@ -168,5 +163,6 @@ def moving_mean(losses: list[float]) -> list[float]:
     means: list[float] = []
     for end in range(1, len(losses) + 1):
         start = max(0, end - WINDOW)
-        means.append(mean(losses[start:end]))
+        window = losses[start:end]
+        means.append(mean(window))
     return means

@@ -6,11 +6,13 @@ sequences of as many positions, by the kernels that repeat to the bit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rich.table import Table
 from torch import Tensor
 
 from moefold.bench.machine import cuda_capability
-from moefold.bench.report import Row
+from moefold.bench.report import Row, report_table
 from moefold.kernels.attention.autotune import forward_and_backward, median_milliseconds, random_inputs
 from moefold.kernels.attention.choices import BLOCK_CHOICES
 from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
@@ -22,6 +24,13 @@ PRODUCTS = 7  # two of forward and five of backward, each 2 S L D operations for
 WHOLE = "whole sequences"
 
 
+class BlockInputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dy: Tensor
+
+
 def ring_block_rows(device: str) -> list[Row]:
     """Milliseconds and TF/s of whole sequences, of blocks on the diagonal and of wholly visible blocks."""
     capability = cuda_capability(device)
@@ -30,26 +39,27 @@ def ring_block_rows(device: str) -> list[Row]:
     q, k, v, dy = random_inputs(BLOCK_SHAPE, dtype)
     attend = forward_and_backward("deterministic", q, k, v, dy)
     whole = median_milliseconds(attend)
-    first = timed_row(WHOLE, "deterministic", whole, causal=True, batch=len(q))
+    flops = flops_of_all_pairs(batch=len(q))
+    first = timed_row(WHOLE, "deterministic", whole, flops / 2)
     rows = [first]
-    inputs = [x.detach() for x in (q, k, v, dy)]
+    inputs = BlockInputs(*map(Tensor.detach, (q, k, v, dy)))
     for choice in BLOCK_CHOICES:
         if choice.when(facts):
             rows += rows_of_kernel(choice.name, inputs)
     return rows
 
 
-def rows_of_kernel(kernel: str, inputs: list[Tensor]) -> list[Row]:
-    batch = len(inputs[0])
+def rows_of_kernel(kernel: str, inputs: BlockInputs) -> list[Row]:
     diagonal = block_milliseconds(kernel, inputs, ahead=0)
     visible = block_milliseconds(kernel, inputs, ahead=BLOCK_SHAPE.length)
+    flops = flops_of_all_pairs(batch=len(inputs.q))
     return [
-        timed_row("on the diagonal", kernel, diagonal, causal=True, batch=batch),
-        timed_row("wholly visible", kernel, visible, causal=False, batch=batch),
+        timed_row("on the diagonal", kernel, diagonal, flops / 2),
+        timed_row("wholly visible", kernel, visible, flops),
     ]
 
 
-def block_milliseconds(kernel: str, inputs: list[Tensor], ahead: int) -> float:
+def block_milliseconds(kernel: str, inputs: BlockInputs, ahead: int) -> float:
     q, k, v, dy = inputs
     attend = attention_block.implementations[kernel]
     attend_backward = attention_block_backward.implementations[kernel]
@@ -70,25 +80,33 @@ def block_milliseconds(kernel: str, inputs: list[Tensor], ahead: int) -> float:
     return median_milliseconds(forward_merge_backward)
 
 
-def timed_row(block: str, kernel: str, milliseconds: float, causal: bool, batch: int) -> Row:
+def flops_of_all_pairs(batch: int) -> float:
+    """Operations where every query sees every key; causal attention has half of them."""
     shape = BLOCK_SHAPE
     pairs = batch * shape.length**2 * shape.heads
-    operations = PRODUCTS * 2 * pairs * shape.head_dim
-    if causal:
-        operations /= 2
-    teraflops = operations / milliseconds / 1e9
-    return {"block": block, "kernel": kernel, "milliseconds": milliseconds, "teraflops": teraflops}
+    return PRODUCTS * 2 * pairs * shape.head_dim
+
+
+def timed_row(block: str, kernel: str, milliseconds: float, flops: float) -> Row:
+    return {
+        "block": block,
+        "kernel": kernel,
+        "milliseconds": milliseconds,
+        "teraflops": flops / milliseconds / 1e9,
+    }
 
 
 def ring_block_table(rows: list[Row]) -> Table:
     title = f"Blocks of ring attention, {BLOCK_SHAPE}: forward, merge and backward"
-    table = Table("block", "kernel", title=title, title_justify="left")
+    table = report_table(title, "block", "kernel")
     for column in ("ms", "TF/s", "of whole sequences"):
         table.add_column(column, justify="right")
     whole = rows[0]["teraflops"]
     for row in rows:
         share = row["teraflops"] / whole
-        cells = f"{row['milliseconds']:.2f}", f"{row['teraflops']:.0f}", f"{share:.2f}"
         block = row["block"]
-        table.add_row(block, row["kernel"], *cells)
+        kernel = row["kernel"]
+        times = f"{row['milliseconds']:.2f}"
+        rate = f"{row['teraflops']:.0f}"
+        table.add_row(block, kernel, times, rate, f"{share:.2f}")
     return table

@@ -84,7 +84,8 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
     # Plain, direct and checkpoint in turn, so that all three meet the same load of the disk.
     for number in range(options.repeat + 1):
         for name, write_file in writers.items():
-            seconds = wall_clock_seconds(partial(write_file, scratch, raw))
+            write = partial(write_file, scratch, raw)
+            seconds = wall_clock_seconds(write)
             times[name].append(seconds)
             scratch.unlink()
         save = partial(write_checkpoint, shelf, number, plan, image, {}, keep_one, world)
@@ -92,15 +93,17 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
         times["checkpoint"].append(seconds)
         shutil.rmtree(shelf)
     size = options.mib << 20
-    medians = medians_of(times)
-    return {name: size / seconds for name, seconds in medians.items()}
+    bandwidths: dict[str, float] = {}
+    for name, seconds in medians_of(times).items():
+        bandwidths[name] = size / seconds
+    return bandwidths
 
 
 def medians_of(times: Times) -> dict[str, float]:
     """Median seconds by name; the first repetition is a warm-up."""
     medians: dict[str, float] = {}
-    for name, seconds in times.items():
-        medians[name] = median(seconds[1:])
+    for name, (_, *seconds) in times.items():
+        medians[name] = median(seconds)
     return medians
 
 
@@ -118,19 +121,24 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
     observe = replace(config.observe, tensorboard=False)
     config = replace(config, observe=observe)
     times: Times = defaultdict(list)
-    with joined_world(config.parallel, config.train.device) as world:
+    device = config.train.device
+    replicas = config.shard.replicas
+    with joined_world(config.parallel, device, replicas) as world:
         run = assemble_run(config, world, folder / "run")
         with make_background_saver(run, print_nothing) as saver:
+            take_step = partial(synchronized_step, run)
+            save_and_step = partial(step_with_save, run, saver)
             for _ in range(repeat + 1):
-                seconds = wall_clock_seconds(partial(synchronized_step, run))
+                seconds = wall_clock_seconds(take_step)
                 times["step"].append(seconds)
-                seconds = wall_clock_seconds(partial(step_with_save, run, saver))
+                seconds = wall_clock_seconds(save_and_step)
                 times["step_with_save"].append(seconds)
                 saver.wait_until_written()  # the next plain step runs without a save in progress
         whole = saver.plan.whole if saver.plan else None
         size = whole.bytes if whole else 0
-    medians = medians_of(times)
-    return medians | {"state_bytes": float(size)}
+    report = medians_of(times)
+    report["state_bytes"] = float(size)
+    return report
 
 
 def step_with_save(run: Run, saver: BackgroundSaver) -> None:

@@ -6,15 +6,21 @@ and the sums of gradients in place. One rank has no messages to hide, so a sched
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 from rich.console import Console
-from rich.table import Table
 
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import SchedulesOptions
-from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
+from moefold.bench.report import (
+    Report,
+    Row,
+    add_number_columns,
+    report_heading,
+    report_table,
+    show_report,
+    tell_progress,
+)
 from moefold.bench.step import STEP_GOALS, step_bench_config, time_moefold_steps, timing_text
 from moefold.config.errors import one_of
 from moefold.config.run import Config, PipelineConfig
@@ -38,14 +44,16 @@ def run_benchmark(options: SchedulesOptions) -> int:
 def schedules_report(options: SchedulesOptions) -> Report:
     device = resolve_device(options.device)
     model = one_of("model", options.model, STEP_GOALS)
-    config = microbatched(step_bench_config(model, device))
+    one_batch = step_bench_config(model, device)
+    config = microbatched(one_batch)
     results: list[Row] = []
     for way, pipeline in WAYS.items():
         variant = replace(config, pipeline=pipeline)
         timing = time_moefold_steps(variant, options.steps, None)
         free_device_memory(device)
-        results.append({"schedule": way} | timing._asdict())
-        print(f"{way}: {timing_text(timing)}", file=sys.stderr, flush=True)
+        row = {"schedule": way} | timing._asdict()
+        results.append(row)
+        tell_progress(f"{way}: {timing_text(timing)}")
     layers = config.model.layers
     about = {"model": model, "layers": layers, "microbatches": MICROBATCHES}
     return machine_facts(device) | about | {"results": results}
@@ -65,11 +73,14 @@ def microbatched(config: Config) -> Config:
 def print_schedules_report(report: Report) -> None:
     heading = report_heading(report)
     model = f"{report['model']}, {report['layers']} layers, {report['microbatches']} microbatches on one device"
-    table = Table("schedule", title=f"{heading}\n{model}", title_justify="left")
+    table = report_table(f"{heading}\n{model}", "schedule")
     add_number_columns(table, "ms", "tokens/s", "peak GiB", f"of {PLAIN}")
-    plain = report["results"][0]["milliseconds"]
-    for row in report["results"]:
+    results = report["results"]
+    plain = results[0]["milliseconds"]
+    for row in results:
         share = plain / row["milliseconds"]
-        cells = f"{row['milliseconds']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", f"{share:.3f}"
-        table.add_row(row["schedule"], *cells)
+        time = f"{row['milliseconds']:.1f}"
+        speed = f"{row['tokens_per_s']:,.0f}"
+        peak = f"{row['peak_gib']:.1f}"
+        table.add_row(row["schedule"], time, speed, peak, f"{share:.3f}")
     Console().print(table)

@@ -8,7 +8,6 @@ TFLOP/s count the model's FLOPs, as `moefold explain` does.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,13 +19,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from moefold.anatomy.model_totals import train_flops_per_token
-from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
+from moefold.bench.machine import (
+    free_device_memory,
+    machine_facts,
+    peak_device_gib,
+    reset_peak_memory,
+    resolve_device,
+    synchronize_device,
+)
 from moefold.bench.options import StepOptions
-from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
+from moefold.bench.report import (
+    Report,
+    Row,
+    add_number_columns,
+    report_heading,
+    report_table,
+    show_report,
+    tell_progress,
+)
 from moefold.bench.versions import installed_version
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
 from moefold.config.errors import all_of
@@ -134,7 +147,8 @@ def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> Step
     """Timing of moefold's steps; one more step is profiled into the folder `profile`."""
     if profile:
         profile.mkdir(parents=True, exist_ok=True)
-    run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
+    needed = steps + WARM_UP_STEPS + 2
+    run = run_on_random_tokens(config, needed)
     moefold_step = partial(take_next_step, run)
     timing = time_training_steps(moefold_step, attrgetter("loss"), config, steps)
     if profile is not None:
@@ -153,11 +167,12 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
     lr = config.optim.lr
     optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
     tokens = random_tokens(config, steps + WARM_UP_STEPS)
-    context = tokens[:-1].astype(np.int64)
-    ids = torch.from_numpy(context)
-    batch_shape = (config.train.global_batch, config.data.seq_len)
-    ids_NBS = ids.view(-1, *batch_shape)
-    batches = iter(ids_NBS.to(config.train.device))
+    context = tokens[:-1]
+    ids = torch.from_numpy(context.astype(np.int64))
+    train = config.train
+    ids_NBS = ids.view(-1, train.global_batch, config.data.seq_len)
+    ids_NBS = ids_NBS.to(train.device)
+    batches = iter(ids_NBS)
 
     def transformers_step() -> Tensor:
         ids_BS = next(batches)
@@ -188,27 +203,29 @@ def transformers_model(config: Config) -> Any:
 def time_training_steps(take_step: TakeStep, loss_of: LossOf, config: Config, steps: int) -> StepTiming:
     """Some steps to warm up, then the time of `steps` in a row. Losses are read at the end: reading one waits."""
     device = config.train.device
-    cuda = device == "cuda"
     first = last = take_step()
     for _ in range(WARM_UP_STEPS - 1):
         take_step()
     synchronize_device(device)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak_memory(device)
     with collect_garbage_manually():
         begun = time.perf_counter()
         # Steps are only launched here; the synchronization below waits for the last.
         for _ in range(steps):
             last = take_step()
         synchronize_device(device)
-        seconds = (time.perf_counter() - begun) / steps
+        elapsed = time.perf_counter() - begun
+    seconds = elapsed / steps
     speed = tokens_per_step(config) / seconds
     flops = train_flops_per_token(config.model, config.data.seq_len)
-    tflops = speed * flops / 1e12
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    peak_gib = peak / 2**30
-    losses = (loss_of(first), loss_of(last))
-    return StepTiming(seconds * 1e3, speed, tflops, peak_gib, *losses)
+    return StepTiming(
+        milliseconds=seconds * 1e3,
+        tokens_per_s=speed,
+        tflops=speed * flops / 1e12,
+        peak_gib=peak_device_gib(device) or 0.0,
+        first_loss=loss_of(first),
+        last_loss=loss_of(last),
+    )
 
 
 def step_report(options: StepOptions) -> Report:
@@ -232,7 +249,7 @@ def step_report(options: StepOptions) -> Report:
             timing = measure()
             free_device_memory(device)
             row[contender] = timing._asdict()
-            print(f"{name}, {contender}: {timing_text(timing)}", file=sys.stderr, flush=True)
+            tell_progress(f"{name}, {contender}: {timing_text(timing)}")
             if out:
                 text = json.dumps(report, indent=1)
                 (out / "step.json").write_text(text)
@@ -260,7 +277,7 @@ def step_contenders(
 
 def print_step_report(report: Report) -> None:
     heading = report_heading(report)
-    table = Table(title=heading, title_justify="left", caption=STEP_CAPTION, caption_justify="left")
+    table = report_table(heading, caption=STEP_CAPTION)
     table.add_column("model, layers", no_wrap=True)
     add_number_columns(table, "tokens/s", "goal", "TF/s", "peak", "most")
     add_number_columns(table, "HF", "HF peak", "times")
@@ -269,15 +286,21 @@ def print_step_report(report: Report) -> None:
         cells = own_cells(row) + transformers_cells(row)
         table.add_row(title, *cells)
         for recipe in filter(row.__contains__, RECIPE_SPECS):
-            table.add_row(f"  {recipe}", *own_cells(row, recipe))
+            cells = own_cells(row, recipe)
+            table.add_row(f"  {recipe}", *cells)
     Console().print(table)
 
 
 def own_cells(row: Row, contender: str = "ours") -> list[str]:
     ours = row[contender]
     goal = row["goal"]
-    speeds = [f"{ours['tokens_per_s']:,.0f}", f"{goal['tokens_per_s']:,.0f}", f"{ours['tflops']:.0f}"]
-    return [*speeds, f"{ours['peak_gib']:.1f}", f"{goal['peak_gib']:.1f}"]
+    return [
+        f"{ours['tokens_per_s']:,.0f}",
+        f"{goal['tokens_per_s']:,.0f}",
+        f"{ours['tflops']:.0f}",
+        f"{ours['peak_gib']:.1f}",
+        f"{goal['peak_gib']:.1f}",
+    ]
 
 
 def transformers_cells(row: Row) -> list[str]:
@@ -286,4 +309,6 @@ def transformers_cells(row: Row) -> list[str]:
     ours = row["ours"]
     theirs = row["transformers"]
     ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
-    return [f"{theirs['tokens_per_s']:,.0f}", f"{theirs['peak_gib']:.1f}", f"{ratio:.2f}"]
+    speed = f"{theirs['tokens_per_s']:,.0f}"
+    peak = f"{theirs['peak_gib']:.1f}"
+    return [speed, peak, f"{ratio:.2f}"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from moefold.cli import bench, ckpt, convert, doctor, explain, parity, plan, presets, report, simulate, train, web
+from moefold.cli import bench, ckpt, convert, data, doctor, explain, parity, plan, presets, report, simulate, train, web
 from moefold.presets.command_form import CommandForm
 
 COMMAND_FORMS: tuple[CommandForm[Any], ...] = (
     train.FORM,
+    data.FORM,
     presets.FORM,
     explain.FORM,
     plan.FORM,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 COMMANDS = {
     "train": "train a model: moefold train tiny",
+    "data": "tokenize text once, for many runs: moefold data prepare SOURCES --out DIR",
     "presets": "list the models that ship with moefold, with their sizes: moefold presets",
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
     "plan": "predict memory, time and the best layout: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",

@@ -28,21 +28,25 @@ from moefold.anatomy.step_specs import (
     predict_step,
 )
 from moefold.bench.report import show_report
+from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import join_split_entries, parse_groups
 from moefold.config.precision_recipes import is_fp8
-from moefold.config.run import Config, ModelConfig, OptimConfig
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
 from moefold.dispatch import price
-from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
+from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
 from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
 from moefold.plan.machine.known_links import first_gpu_name, known_links
 from moefold.plan.memory.machine_fit import choices_of_run, list_parts
-from moefold.plan.memory.peak_memory import fullest_rank, plan_memory
-from moefold.plan.memory.region_savings import recomputed_layers, saved_by_regions
-from moefold.plan.memory.run_setting import GIB
+from moefold.plan.memory.peak_memory import fullest_rank, parameters_of_two_units, plan_memory, stage_counts
+from moefold.plan.memory.rank_stages import stages_by_rank
+from moefold.plan.memory.region_savings import offloaded_layers, recomputed_layers, saved_by_regions
+from moefold.plan.memory.resident import resident_state
+from moefold.plan.memory.run_setting import GIB, build_run_setting
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
@@ -60,10 +64,14 @@ FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS  # added by FP
 FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
+    "quantise_swiglu_gradient",
     "tile_weight_product",
 }
+MIB = 2**20
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
+CAPTURED = "forward, backward, clipping and update of all microbatches, captured after some eager steps"
+EAGER = "validation, samples, profiled steps, steps that record FP8 operands"
 Description = dict[str, Any]
 
 
@@ -85,7 +93,7 @@ FORM = CommandForm("explain", ExplainOptions, config_keys=True)
 KernelChoice = Mapping[str, str]  # implementation, why
 
 
-class LayerKind(NamedTuple):
+class LikeLayers(NamedTuple):
     """Layers of a model with the same steps."""
 
     title: str
@@ -126,12 +134,34 @@ def explain_config(config: Config, ranks: int) -> Description:
         "products": describe_products(config, facts),
         "routing": routing_source(config),
         "dispatcher": dispatcher_choice(config, ranks, facts),
+        "fp8_on_the_wire": formats_sent(config),
         "beside_exchanges": work_beside_exchanges(config),
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
         "recompute": describe_recompute(config, ranks),
+        "graphs": describe_graphs(config, ranks, facts, kernels),
         "optimizer": optimizer_description(config),
+        "shard": describe_sharding(config, ranks),
         "memory": planned_memory(config, ranks),
+    }
+
+
+def describe_sharding(config: Config, ranks: int) -> Description | None:
+    """Weights of the first pipeline rank, between steps and of units that are whole in steps; None where every rank has
+    all weights and shares are in one copy."""
+    if config.shard == ShardConfig() or config.model.attention.kind not in ATTENTION_NAMES.builtin:
+        return None
+    setting = build_run_setting(config, ranks, choices_of_run(config))
+    first = stages_by_rank(config)[0]
+    held = resident_state(setting, first, stage_counts(setting, first))
+    units = 0.0
+    if config.shard.mode == "zero3":
+        units = parameters_of_two_units(setting, first) * setting.recipe.wide
+    return {
+        "mode": config.shard.mode,
+        "copies": config.shard.replicas,
+        "weight_bytes": held.weights,
+        "unit_bytes": units,
     }
 
 
@@ -155,15 +185,40 @@ def describe_regions(model: ModelConfig, kernels: Mapping[str, KernelChoice]) ->
 
 
 def describe_recompute(config: Config, ranks: int) -> Description | None:
-    """What recomputing each region saves, and which regions the run recomputes; None for attention of another
-    package."""
+    """What recomputing each region saves, and which regions the run recomputes and offloads; None for attention of
+    another package."""
     if config.model.attention.kind not in ATTENTION_NAMES.builtin:
         return None
     saved = saved_by_regions(config, ranks, choices_of_run(config))
-    return {"saves": saved, "rebuilt": recomputed_layers(config)}
+    return {"saves": saved, "rebuilt": recomputed_layers(config), "offloaded": offloaded_layers(config)}
 
 
-def distinct_layers(model: ModelConfig) -> list[LayerKind]:
+def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[str, KernelChoice]) -> Description:
+    """What is captured, what stays eager, and what stands in the way of one graph of the whole step."""
+    graphs = config.memory.graphs
+    described: Description = {"graphs": graphs}
+    if graphs == "whole":
+        described |= {"captured": CAPTURED, "eager": EAGER}
+    described["in_the_way"] = obstacles_to_whole_graph(config, ranks, facts, kernels)
+    return described
+
+
+def obstacles_to_whole_graph(
+    config: Config, ranks: int, facts: Facts, kernels: Mapping[str, KernelChoice]
+) -> list[str]:
+    """Rules that `memory.graphs whole` would break on this machine, and kernels that read values on the host."""
+    train = replace(config.train, device=facts.device, precision=facts.dtype)
+    memory = replace(config.memory, graphs="whole")
+    case = ConfigOnRanks(replace(config, train=train, memory=memory), ranks)
+    rules = [rule for rule in MEMORY_RULES if "memory.graphs" in rule.reads]
+    problems = [rule.says(case) for rule in rules if not rule.holds(case)]
+    if facts.device != "cuda":  # no other kernels run there
+        return problems
+    chosen = {op: choice["implementation"] for op, choice in kernels.items()}
+    return problems + [f"kernel {reader} reads values on the host" for reader in host_readers(chosen)]
+
+
+def distinct_layers(model: ModelConfig) -> list[LikeLayers]:
     """Embedding, each kind of block, each kind of MTP layer, and head, with their counts."""
     blocks: Counter[tuple[str, tuple[StepSpec, ...]]] = Counter()
     for number in range(model.layers):
@@ -173,15 +228,15 @@ def distinct_layers(model: ModelConfig) -> list[LayerKind]:
     for depth in range(model.mtp):
         steps = tuple(mtp_step_specs(model, depth))
         blocks["layer ahead", steps] += 1
-    kinds: list[LayerKind] = []
+    kinds: list[LikeLayers] = []
     for (title, steps), count in blocks.items():
-        kinds.append(LayerKind(title, count, list(steps)))
-    embedding = LayerKind("embedding", 1, [embed_step(model)])
-    head = LayerKind("head", 1, [predict_step(model)])
+        kinds.append(LikeLayers(title, count, list(steps)))
+    embedding = LikeLayers("embedding", 1, [embed_step(model)])
+    head = LikeLayers("head", 1, [predict_step(model)])
     return [embedding, *kinds, head]
 
 
-def describe_layer(layer: LayerKind, config: Config) -> Description:
+def describe_layer(layer: LikeLayers, config: Config) -> Description:
     steps = [describe_step(step, config) for step in layer.steps]
     return {"kind": layer.title, "count": layer.count, "steps": steps}
 
@@ -245,6 +300,26 @@ def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str
     return {"name": name, "why": why}
 
 
+FP8_WAYS = {  # what a key of the section `precision` lets ranks send in FP8
+    "dispatch": "tokens to experts (e4m3, a scale for 128 values of a token)",
+    "combine_gradient": "gradients of experts' sums ({}, a scale for 128 values of a token)",
+    "tp_sums": "summands of attention and dense MLPs over tp (e4m3, a scale for a token; summed in fp32)",
+    "tp_sum_gradients": "gradients of those sums over tp (e4m3, a scale for 128 tokens of a channel)",
+}
+
+
+def formats_sent(config: Config) -> list[str]:
+    """What ranks send in FP8 instead of the model's dtype, in words."""
+    sent: list[str] = []
+    for key, text in FP8_WAYS.items():
+        format = getattr(config.precision, key)
+        if format != "plain":
+            sent.append(text.format(format))
+    if config.precision.storage == "fp8":
+        sent.append("weights to replicas (as they are stored)")
+    return sent
+
+
 def work_beside_exchanges(config: Config) -> str:
     """What a microbatch computes while its own tokens are sent, in words; empty if nothing."""
     parallel = config.parallel
@@ -253,7 +328,7 @@ def work_beside_exchanges(config: Config) -> str:
     return "shared experts, beside plan and dispatch in forward and beside combine in backward"
 
 
-def kernel_choices(config: Config, layers: list[LayerKind], facts: Facts) -> dict[str, KernelChoice]:
+def kernel_choices(config: Config, layers: list[LikeLayers], facts: Facts) -> dict[str, KernelChoice]:
     """The implementation of each op that the run calls, in the order of the catalog."""
     forced = forced_implementations(config.kernels.force)
     facts = replace(facts, recipe=experts_recipe(config))
@@ -279,7 +354,7 @@ def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
     return ops
 
 
-def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
+def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
     ops = set(OPTIMIZER_OPS)
     if "muon" not in rules_of_run(config):
         ops.remove("newton_schulz")
@@ -322,11 +397,17 @@ def print_explanation(explanation: Description) -> None:
         console.print(escape(f"experts of a token: {explanation['routing']}"))
     dispatcher = explanation["dispatcher"]
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
+    for text in explanation["fp8_on_the_wire"]:
+        console.print(escape(f"sent in FP8: {text}"))
     if explanation["beside_exchanges"]:
         console.print(f"while its tokens are sent a microbatch computes: {explanation['beside_exchanges']}")
     print_optimizer(explanation["optimizer"], console)
+    if explanation["shard"]:
+        print_sharding(explanation["shard"], console)
     if explanation["memory"]:
         print_memory(explanation["memory"], console)
+    if explanation["facts"]["device"] == "cuda":
+        print_graphs(explanation["graphs"], console)
     console.print(step_table(explanation["layers"]))
     print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
@@ -342,9 +423,28 @@ def print_optimizer(optimizer: Description, console: Console) -> None:
         console.print(escape(f"    {entry}"))
 
 
+def print_sharding(shard: Description, console: Console) -> None:
+    held = f"{shard['weight_bytes'] / MIB:,.1f} MiB of weights on the first rank"
+    if shard["unit_bytes"]:
+        held += f", and in steps the two largest units, {shard['unit_bytes'] / MIB:,.1f} MiB"
+    copies = f", {shard['copies']} copies of all shares" if shard["copies"] > 1 else ""
+    console.print(f"shards: {shard['mode']}{copies}; {held}")
+
+
 def print_memory(memory: Description, console: Console) -> None:
     parts = f" ({memory['parts']})" if memory["parts"] else ""
     console.print(f"memory of the fullest rank, as planned: {memory['bytes'] / GIB:,.2f} GiB{parts}")
+
+
+def print_graphs(graphs: Description, console: Console) -> None:
+    in_the_way = "; ".join(graphs["in_the_way"])
+    if "captured" in graphs:
+        text = f"one CUDA graph: {graphs['captured']}; eager: {graphs['eager']}"
+    else:
+        text = "CUDA graphs: none (memory.graphs whole would capture the step)"
+    if in_the_way:
+        text = f"CUDA graphs: {graphs['graphs']}; in the way of memory.graphs whole: {in_the_way}"
+    console.print(escape(text))
 
 
 def model_headline(explanation: Description) -> str:
@@ -419,10 +519,12 @@ def region_table(regions: Description, recompute: Description | None) -> Table:
     table = Table("region", "where", "what", "saves", title=title, title_justify="left")
     saves = recompute["saves"] if recompute else {}
     rebuilt = recompute["rebuilt"] if recompute else {}
+    offloaded = recompute["offloaded"] if recompute else {}
     for name, region in regions["present"].items():
         saved = human_bytes(saves[name]) if name in saves else ""
         layers = f" (recomputed: {rebuilt[name]})" if name in rebuilt else ""
-        table.add_row(name, region["place"], region["meaning"], f"{saved}{layers}")
+        on_host = f" (offloaded: {offloaded[name]})" if name in offloaded else ""
+        table.add_row(name, region["place"], region["meaning"], f"{saved}{layers}{on_host}")
     for name, reason in regions["absent"].items():
         table.add_row(name, "absent", escape(reason), "")
     return table

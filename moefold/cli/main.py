@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 
 from moefold.cli.command_list import COMMANDS
+from moefold.cli.memory_errors import OUT_OF_MEMORY, is_out_of_memory, memory_problem
 from moefold.config.errors import RunFailure, UserError, one_of
+from moefold.printable import escape_character, printable_text
 from moefold.version import __version__
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
-MEMORY_ERRORS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "not enough memory")
 
 
 def main() -> None:
@@ -29,8 +30,8 @@ def main() -> None:
 
 
 def run_command_line(argv: Sequence[str]) -> int:
-    """Run a command. Exit code: 0, 1 for a failure while running, 2 for input that must change, 3 for a plan that does
-    not fit."""
+    """Run a command; its exit code (docs/faults.md): 0, 1 for a failure while running, 2 for input that must change, 3
+    for a plan that does not fit, 4 for a run out of memory, 5 for a hang, 128 + n for a run ended by signal n."""
     try:
         code = dispatch_command(list(argv))
         sys.stdout.flush()
@@ -52,13 +53,13 @@ def run_command_line(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return report_problem("interrupted", 130)
     except OSError as error:
-        if error.errno not in OUTPUT_ERRORS:
+        if error.errno not in OUTPUT_ERRORS and error.filename is None:
             raise
-        return report_problem(output_problem(error), 2)
+        return report_problem(file_problem(error), 2)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return report_problem(memory_problem(error), 2)
+        return report_problem(memory_problem(error), OUT_OF_MEMORY)
 
 
 def dispatch_command(argv: list[str]) -> int:
@@ -110,22 +111,13 @@ def report_problem(message: str, code: int) -> int:
     """Print the message and return the code. Of several ranks that refuse the same input, only rank 0 prints."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or code == 1:
-        print(f"moefold: {message}", file=sys.stderr)
+        lines = message.split("\n")
+        safe = ["".join(map(escape_character, line)) for line in lines]  # names of files may hold anything
+        print("moefold: " + "\n".join(safe), file=sys.stderr)
     return code
 
 
-def output_problem(error: OSError) -> str:
-    where = f" at {error.filename}" if error.filename else ""
-    return f"{error.strerror}{where}; expected a place that can be written; free space or change --out"
-
-
-def memory_problem(error: BaseException) -> str:
-    lines = str(error).strip().split("\n")
-    return f"out of memory: {lines[0][:200]}; try a smaller --train.micro_batch, --data.seq_len or model"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error)
-    return any(sign in text for sign in MEMORY_ERRORS)
+def file_problem(error: OSError) -> str:
+    where = f" at {printable_text(str(error.filename))}" if error.filename else ""
+    expected = "expected a file or folder that can be read and written; free space, or name another"
+    return f"{error.strerror}{where}; {expected}"

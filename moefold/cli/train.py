@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
+from moefold.cli.memory_errors import is_out_of_memory
+from moefold.cli.out_of_memory import OutOfMemory
 from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
@@ -20,9 +24,14 @@ from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe, unsaid_settings
+from moefold.watch.guard import RankGuard, guarded_rank
+from moefold.watch.stop_requests import StopRequest
+from moefold.watch.time_limits import TimeLimits
 
 if TYPE_CHECKING:
     from moefold.layout.axes import World
+
+LATER_THAN_WATCH = 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,19 @@ def run_command(argv: Sequence[str]) -> int:
     out = options.out or default_run_folder(config)
     if starts_ranks:
         arguments = rank_arguments(options, overrides, out)
-        return run_local_ranks(arguments, options.nproc, options.port)
-    train_on_this_rank(config, options, out)
-    return 0
+        return run_local_ranks(arguments, options.nproc, options.port, serve_store)
+    try:
+        return train_on_this_rank(config, options, out)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(config, rendezvous, error) from error
+
+
+def serve_store(listener: socket.socket) -> object:
+    from moefold.layout import process_groups  # torch
+
+    return process_groups.serve_store(listener)
 
 
 def refuse_two_starts(options: TrainOptions) -> None:
@@ -90,18 +109,60 @@ def default_run_folder(config: Config) -> Path:
     return Path("runs") / f"{config.name}-{now}"
 
 
-def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None:
-    from moefold.comm.host_objects import broadcast_object  # torch, from here on
+def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> int:
+    """Train on this rank; the exit code: 0 or that of the request which ended the run before its last step."""
+    with guarded_rank() as guard:
+        request = train_guarded(config, options, out, guard)
+    return request.exit_code if request else 0
+
+
+def train_guarded(config: Config, options: TrainOptions, out: Path, guard: RankGuard) -> StopRequest | None:
+    from moefold.comm.host_objects import broadcast_object, first_object  # torch, from here on
+    from moefold.layout.agreement import code_versions, comparable_settings
+    from moefold.layout.numa import bind_to_gpu_node
     from moefold.layout.process_groups import joined_world
     from moefold.train.loop import RunStart, run_training
+    from moefold.watch.hang_watch import HangWatch
 
+    place = read_environment(os.environ)
+    limits = TimeLimits(config.train.step_timeout, config.train.slow_timeout)
+    watch = HangWatch(limits, place, out)
+    guard.looks.append(watch.look)
     start = RunStart(options.resume, options.from_hf, options.init_from)
-
-    with joined_world(config.parallel, config.train.device) as world:
+    terms = compared_options(options) | comparable_settings(config) | code_versions()
+    timeout = collective_timeout(config)
+    with joined_world(config.parallel, config.train.device, config.shard.replicas, terms, timeout) as world:
+        if config.train.bind_numa:
+            bind_to_gpu_node(world.device)
         # The default folder's name holds the time, which may differ between ranks: rank 0's counts.
         folder = broadcast_object(str(out), world.everyone)
+        watch.run_folder = Path(folder)
         with collectives_check(config, world):
-            run_training(config, world, Path(folder), start)
+            request = run_training(config, world, Path(folder), start, guard)
+        watch.end()
+        first_object(None, world.everyone)  # all ranks are here: rank 0 may take the store with it
+        return request
+
+
+def collective_timeout(config: Config) -> timedelta:
+    """Torch's own timeout of a collective: later than the watch, which can say more."""
+    return timedelta(seconds=config.train.slow_timeout + LATER_THAN_WATCH)
+
+
+def compared_options(options: TrainOptions) -> dict[str, str]:
+    """The options that must be the same on all ranks. Folders are compared by their absolute paths."""
+    values = {
+        "--out": options.out,
+        "--resume": options.resume,
+        "--from-hf": options.from_hf,
+        "--init-from": options.init_from,
+    }
+    texts: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Path):
+            value = value.absolute()
+        texts[name] = "not given" if value is None else str(value)
+    return texts
 
 
 def change_from_hf(path: Path | None) -> Callable[[Config], Config]:

@@ -9,13 +9,13 @@ steps:
                                                            shared  experts                        mlp
                [---------------------------- layer ----------------------------------------]
 
-`memory.recompute` names regions, each for all layers or for some: `norm`, `moe@0-7`, `layer@3`.
+`memory.recompute` and `memory.offload` name regions, each for all layers or for some: `norm`, `moe@0-7`, `layer@3`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -82,7 +82,7 @@ REGIONS = {region.name: region for region in REGION_LIST}
 NOT_REBUILT = "out"  # nothing keeps its output, and its input is that of its weight gradient
 REBUILT_REGIONS = tuple(name for name in REGIONS if name != NOT_REBUILT)
 
-# ---- entries of memory.recompute
+# ---- entries of memory.recompute and memory.offload
 
 RegionLayers = dict[str, frozenset[int] | None]  # by region: its layers, None for all
 
@@ -93,11 +93,31 @@ ENTRY_FORM = "expected region, region@layer or region@first-last, such as moe@0-
 def parse_recompute(entries: Iterable[str], layers: int) -> RegionLayers:
     """The regions of `memory.recompute` with their layers, of a model with so many layers. Entries that cannot be read
     are refused, all at once."""
+    return parse_entries(entries, layers, REBUILT_REGIONS)
+
+
+def parse_offload(entries: Iterable[str], layers: int) -> dict[str, frozenset[int]]:
+    """The regions of `memory.offload` with their layers. The last layer stays: backward begins there."""
+    last = layers - 1
+    offloaded: dict[str, frozenset[int]] = {}
+    problems: list[str] = []
+    for name, named in parse_entries(entries, layers, tuple(REGIONS)).items():
+        all_layers = frozenset(range(layers))
+        kept_on_host = (all_layers if named is None else named) - {last}
+        if not kept_on_host:
+            problems.append(f'region "{name}" is named for layer {last} alone, which is the last and stays')
+        offloaded[name] = kept_on_host
+    if problems:
+        raise UserError(*problems)
+    return offloaded
+
+
+def parse_entries(entries: Iterable[str], layers: int, names: Sequence[str]) -> RegionLayers:
     found: RegionLayers = {}
     problems: list[str] = []
     for entry in entries:
         match = ENTRY.fullmatch(entry)
-        problem = entry_problem(entry, match, layers)
+        problem = entry_problem(entry, match, layers, names)
         if problem:
             problems.append(problem)
         elif match is not None:
@@ -137,16 +157,39 @@ def recompute_problems(entries: Sequence[str], layers: int) -> str:
     return ""
 
 
-def entry_problem(entry: str, match: re.Match[str] | None, layers: int) -> str:
+def offload_problems(entries: Sequence[str], recompute: Sequence[str], layers: int) -> str:
+    """What is wrong with the entries of `memory.offload`, as one text; empty if nothing is."""
+    try:
+        offloaded = parse_offload(entries, layers)
+        problems = not_kept_problems(offloaded, parse_recompute(recompute, layers))
+    except UserError as error:
+        problems = list(error.problems)
+    if not problems:
+        return ""
+    return f"memory.offload = {printable_text(','.join(entries))}: {'; '.join(problems)}"
+
+
+def not_kept_problems(offloaded: Mapping[str, frozenset[int]], recomputed: RegionLayers) -> list[str]:
+    """One problem for each offloaded region of which nothing is kept, since it lies inside a recomputed one."""
+    problems: list[str] = []
+    for inner, layers in offloaded.items():
+        for outer in recomputed:
+            if REGIONS[outer].covers(REGIONS[inner]) and share_a_layer(layers, recomputed[outer]):
+                text = f'region "{inner}" lies inside "{outer}", which is recomputed: it keeps nothing to offload'
+                problems.append(f'{text}; name "{outer}", or other layers')
+    return problems
+
+
+def entry_problem(entry: str, match: re.Match[str] | None, layers: int, names: Sequence[str]) -> str:
     shown = f'entry "{printable_text(entry)}"'
     if match is None:
         return f"{shown} cannot be read; {ENTRY_FORM}"
     name = match["name"]
-    if name == NOT_REBUILT:
+    if name == NOT_REBUILT and name not in names:
         return f"{shown}: nothing is saved by rebuilding region {name}; leave it out"
-    if name not in REBUILT_REGIONS:
-        guess = did_you_mean(name, REBUILT_REGIONS)
-        return f"{shown} names no region{guess}; there are: {', '.join(REBUILT_REGIONS)}"
+    if name not in names:
+        guess = did_you_mean(name, names)
+        return f"{shown} names no region{guess}; there are: {', '.join(names)}"
     named = entry_layers(match)
     if named is None:
         return ""

@@ -1,14 +1,27 @@
-"""Rules of the section `memory`: readable entries, and regions whose collectives all ranks issue in one order."""
+"""Rules of the section `memory`: readable entries, regions whose collectives all ranks issue in one order, and options
+that one graph of the whole step does not have."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
 from moefold.config.errors import UserError
-from moefold.config.memory_regions import REGIONS, RegionLayers, parse_recompute, recompute_problems
+from moefold.config.memory_regions import (
+    REGIONS,
+    RegionLayers,
+    offload_problems,
+    parse_recompute,
+    recompute_problems,
+)
+from moefold.config.optimizer_groups import parse_groups
+from moefold.config.precision_rules import recipes_in_use
 from moefold.config.rule import ConfigOnRanks, RuleList
 
 RECOMPUTE = "memory.recompute"
+OFFLOAD = "memory.offload"
+GRAPHS = "memory.graphs"
+EXPERT_TILE = 128
+RANK_AXES = ("tp", "cp", "pp", "ep", "etp")
 
 MEMORY_RULES = RuleList()
 
@@ -29,6 +42,32 @@ def entry_problems(c: ConfigOnRanks) -> str:
 )
 def recomputed_regions_can_be_read(c: ConfigOnRanks) -> bool:
     return not entry_problems(c)
+
+
+def offloaded_entry_problems(c: ConfigOnRanks) -> str:
+    memory = c.memory
+    recompute = () if entry_problems(c) else memory.recompute
+    return offload_problems(memory.offload, recompute, layer_count(c))
+
+
+@MEMORY_RULES.rule(
+    "offloaded regions can be read",
+    (OFFLOAD, RECOMPUTE, "model.layers", "model.mtp"),
+    says=offloaded_entry_problems,
+    fix='set memory.offload to ""',
+)
+def offloaded_regions_can_be_read(c: ConfigOnRanks) -> bool:
+    return not offloaded_entry_problems(c)
+
+
+@MEMORY_RULES.rule(
+    "expert chunks are whole tiles",
+    ("memory.expert_chunk",),
+    why=f"kernels and padding of experts' rows work in tiles of up to {EXPERT_TILE} rows",
+    fix="set memory.expert_chunk to 0",
+)
+def expert_chunks_are_whole_tiles(c: ConfigOnRanks) -> bool:
+    return c.memory.expert_chunk % EXPERT_TILE == 0
 
 
 def recomputed_exchanges(c: ConfigOnRanks) -> RegionLayers:
@@ -53,3 +92,108 @@ def recomputed_exchanges_have_one_order(c: ConfigOnRanks) -> bool:
     if not c.pipeline.pair or alone or not exchanges:
         return True
     return None in exchanges.values()
+
+
+# One graph of the whole step: what it would have to read from the host is refused here, by the option that asks for it.
+
+
+def has_whole_graph(c: ConfigOnRanks) -> bool:
+    return c.memory.graphs == "whole"
+
+
+def axes_in_the_way(c: ConfigOnRanks) -> str:
+    """Each axis with more than one rank, as a setting."""
+    sizes = {name: getattr(c.parallel, name) for name in RANK_AXES}
+    settings = [f"parallel.{name} = {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join(settings) or f"data parallelism over {c.dp} ranks"
+
+
+def several_ranks(c: ConfigOnRanks) -> str:
+    way = axes_in_the_way(c)
+    return f"memory.graphs = whole: {way} is in the way: exchanges between ranks are sized and launched by the host"
+
+
+@MEMORY_RULES.rule(
+    "a whole graph is of one rank",
+    (GRAPHS, *(f"parallel.{name}" for name in RANK_AXES)),
+    says=several_ranks,
+    fix="set memory.graphs to none",
+)
+def whole_graph_is_of_one_rank(c: ConfigOnRanks) -> bool:
+    return not has_whole_graph(c) or c.world == 1
+
+
+@MEMORY_RULES.rule(
+    "a whole graph is of bf16 on a GPU",
+    (GRAPHS, "train.device", "train.precision"),
+    why="a step is captured on a GPU alone, and there in bf16: kernels for other types read the experts' rows on the "
+    "host",
+    fix="set memory.graphs to none",
+)
+def whole_graph_is_of_bf16_on_a_gpu(c: ConfigOnRanks) -> bool:
+    if not has_whole_graph(c):
+        return True
+    return c.train.device != "cpu" and c.train.precision in ("auto", "bf16")
+
+
+@MEMORY_RULES.rule(
+    "a whole graph has one lane",
+    (GRAPHS, "pipeline.pair"),
+    why="the lanes of paired slots wait for each other on the host",
+    fix="set pipeline.pair to false",
+)
+def whole_graph_has_one_lane(c: ConfigOnRanks) -> bool:
+    return not has_whole_graph(c) or not c.pipeline.pair
+
+
+@MEMORY_RULES.rule(
+    "a whole graph updates all weights at its end",
+    (GRAPHS, "optim.when", "optim.clip_by", "shard.mode"),
+    why="units that are gathered, clipped or updated one by one are followed by the host",
+    fix="set memory.graphs to none",
+)
+def whole_graph_updates_at_its_end(c: ConfigOnRanks) -> bool:
+    at_the_end = c.optim.when == "step" and c.optim.clip_by == "global"
+    return not has_whole_graph(c) or (at_the_end and c.shard.mode == "zero1")
+
+
+@MEMORY_RULES.rule(
+    "a whole graph offloads nothing",
+    (GRAPHS, OFFLOAD),
+    why="copies to the host have streams and a pool of their own, which a graph would have to own",
+    fix="set memory.graphs to none",
+)
+def whole_graph_offloads_nothing(c: ConfigOnRanks) -> bool:
+    return not has_whole_graph(c) or not c.memory.offload
+
+
+@MEMORY_RULES.rule(
+    "a whole graph records no routing",
+    (GRAPHS, "train.record_routing"),
+    why="the experts of every token are copied to the host between the layers",
+    fix="set memory.graphs to none",
+)
+def whole_graph_records_no_routing(c: ConfigOnRanks) -> bool:
+    return not has_whole_graph(c) or not c.train.record_routing
+
+
+@MEMORY_RULES.rule(
+    "a whole graph finds stored weights in their places",
+    (GRAPHS, "precision.storage", "precision.recipe", "precision.recipes", "optim.rule", "optim.groups"),
+    why="weights stored in FP8 stay in their places only where AdamW writes blocks of 128 x 128: with other scales or "
+    "another rule they are made anew elsewhere",
+    fix="set precision.storage to plain",
+)
+def whole_graph_finds_stored_weights(c: ConfigOnRanks) -> bool:
+    if not has_whole_graph(c) or c.precision.storage == "plain":
+        return True
+    recipes = [spec for spec in recipes_in_use(c) if spec.format == "fp8"]
+    has_blocks = all(spec.weight == "block" for spec in recipes)
+    return has_blocks and updates_by_adamw(c)
+
+
+def updates_by_adamw(c: ConfigOnRanks) -> bool:
+    rules = {c.optim.rule}
+    with suppress(UserError):  # reported by a rule of the optimizer
+        rules |= {group.rule or "adamw" for group in parse_groups(c.optim.groups)}
+    return rules == {"adamw"}

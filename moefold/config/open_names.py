@@ -102,6 +102,7 @@ DATA_SOURCE_NAMES = OpenNames(
     {
         "stdlib": "source code of Python's standard library",
         "files": "the files named by data.files",
+        "prepared": "the folders named by data.files, written by moefold data prepare",
         "zipf": "random tokens with a Zipf distribution",
     },
 )

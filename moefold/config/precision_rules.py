@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from moefold.config.errors import UserError
+from moefold.config.keys import format_value
 from moefold.config.precision_recipes import (
     RECIPE_SPECS,
     WIDTH_MULTIPLE,
@@ -66,19 +67,44 @@ def delays_some_scales(c: ConfigOnRanks) -> bool:
     return c.precision.scaling == "delayed" and scales_in_some_epilogue(c)
 
 
+def trains_in_fp16(c: ConfigOnRanks) -> bool:
+    return c.train.precision == "fp16"
+
+
+def sends_to_experts(c: ConfigOnRanks) -> bool:
+    return c.parallel.ep * c.parallel.etp > 1
+
+
+def sums_over_tp(c: ConfigOnRanks) -> bool:
+    return c.parallel.tp > 1
+
+
+def sends_fp8(c: ConfigOnRanks) -> bool:
+    """Whether anything is sent in FP8 beside weights."""
+    precision = c.precision
+    sent = (precision.dispatch, precision.combine_gradient, precision.tp_sums, precision.tp_sum_gradients)
+    return any(format != "plain" for format in sent)
+
+
+def has_fp8_scales(c: ConfigOnRanks) -> bool:
+    return format_in_use("fp8")(c) or sends_fp8(c)
+
+
 # Options that would be ignored.
 
 
-def option_rule(option: str, default: object, needed: Condition, why: str, *others: str) -> ConfigRule:
-    """The option has its default value unless the recipes in use, or `others`, need it."""
+def option_rule(
+    option: str, default: object, needed: Condition, why: str, *others: str, by: tuple[str, ...] = (RECIPE, ENTRIES)
+) -> ConfigRule:
+    """The option has its default value unless the recipes in use, or other keys, need it."""
     path = f"precision.{option}"
 
     def option_is_used(c: ConfigOnRanks) -> bool:
         return attrgetter(path)(c) == default or needed(c)
 
-    reads = (path, *others, RECIPE, ENTRIES)
+    reads = (path, *others, *by)
     values = ", ".join(f"<{key}>" for key in reads)
-    fix = f"set {path} to {str(default).lower()}"
+    fix = f"set {path} to {format_value(default)}"
     says = message_of(f"{values}: {why}")
     return ConfigRule(f"{path} is used", reads, option_is_used, says, message_of(fix))
 
@@ -89,10 +115,13 @@ NO_NVFP4 = "no recipe in use is nvfp4"
 NO_MICRO = "no recipe in use is mxfp8 or nvfp4"
 NOT_IN_EPILOGUE = "no recipe in use applies scales to finished sums, as fp8_tensor and fp8_row do"
 NOT_DELAYED = "no scales are delayed"
+NOT_SENT = "all experts are on each rank, so no token is sent"
+NOT_SUMMED = "there is one tp rank, so nothing is summed over tp"
+NOT_FP16 = "only fp16 has a loss scale"
 NOT_BY_DEFAULT = "layers are excluded from precision.recipe, which is plain"
 
 OPTION_RULES = [
-    option_rule("power_of_two_scales", False, format_in_use("fp8"), NO_FP8),
+    option_rule("power_of_two_scales", False, has_fp8_scales, NO_FP8),
     option_rule("gradient_format", "e4m3", format_in_use("fp8"), NO_FP8),
     option_rule("scale_rounding", "up", format_in_use("mxfp8"), NO_MXFP8),
     option_rule("weight_blocks", "auto", format_in_use("mxfp8", "nvfp4"), NO_MICRO),
@@ -104,10 +133,37 @@ OPTION_RULES = [
     option_rule("scaling", "current", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("history", 16, delays_some_scales, NOT_DELAYED, "precision.scaling"),
     option_rule("margin", 0, delays_some_scales, NOT_DELAYED, "precision.scaling"),
+    option_rule("dispatch", "plain", sends_to_experts, NOT_SENT, by=("parallel.ep", "parallel.etp")),
+    option_rule("combine_gradient", "plain", sends_to_experts, NOT_SENT, by=("parallel.ep", "parallel.etp")),
+    option_rule("tp_sums", "plain", sums_over_tp, NOT_SUMMED, by=("parallel.tp",)),
+    option_rule("tp_sum_gradients", "plain", sums_over_tp, NOT_SUMMED, by=("parallel.tp",)),
+    option_rule("loss_scale", 65536.0, trains_in_fp16, NOT_FP16, by=("train.precision",)),
+    option_rule("loss_scale_growth", 2000, trains_in_fp16, NOT_FP16, by=("train.precision",)),
     option_rule("exclude_first", 0, quantises_by_default, NOT_BY_DEFAULT),
     option_rule("exclude_last", -1, quantises_by_default, NOT_BY_DEFAULT),
 ]
 PRECISION_RULES.extend(OPTION_RULES)
+
+
+@PRECISION_RULES.rule(
+    "fp16 products are plain",
+    ("train.precision", RECIPE, ENTRIES),
+    says="<train.precision>, <precision.recipe>, <precision.recipes>: quantised products read and write bf16 or fp32",
+    fix="set train.precision to bf16",
+)
+def fp16_products_are_plain(c: ConfigOnRanks) -> bool:
+    return not trains_in_fp16(c) or not any(spec.quantises for spec in recipes_in_use(c))
+
+
+@PRECISION_RULES.rule(
+    "deepep sends bf16",
+    ("parallel.dispatcher", "precision.dispatch", "precision.combine_gradient"),
+    says="<parallel.dispatcher> sends rows of bf16, but <precision.dispatch> and <precision.combine_gradient>",
+    fix="set precision.dispatch and precision.combine_gradient to plain",
+)
+def deepep_sends_bf16(c: ConfigOnRanks) -> bool:
+    formats = (c.precision.dispatch, c.precision.combine_gradient)
+    return c.parallel.dispatcher != "deepep" or formats == ("plain", "plain")
 
 
 @PRECISION_RULES.rule(

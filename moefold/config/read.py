@@ -23,6 +23,8 @@ from moefold.config.run import Config
 
 BOOLEAN_WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 DEEPEST_SECTION = 20  # no configuration is deeper: beyond it, a YAML alias contains itself
+LONGEST_YAML = 1_000_000  # characters
+MOST_YAML_NODES = 10_000
 Values = Mapping[str, Any]  # by path of the key
 KnownKeys = Mapping[str, ConfigKey]
 
@@ -209,8 +211,11 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; anything else is refused with the file's path."""
     try:
-        text = path.read_text(encoding="utf-8")
-        tree: Any = yaml.safe_load(text)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST_YAML + 1)
+        tree = parse_yaml(text)
+    except UserError as refused:
+        raise UserError(f"{path} {refused}") from None
     except FileNotFoundError:
         raise UserError(f"no file {path}; expected a YAML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -224,6 +229,42 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a {type(tree).__name__}; expected keys, such as\ntrain:\n  steps: 20")
     return cast(dict[str, Any], tree)
+
+
+def parse_yaml(text: str) -> Any:
+    """The values of a YAML text. A text that is too long, or that aliases would make so, is refused before any value is
+    made of it."""
+    if len(text) > LONGEST_YAML:
+        raise UserError(f"has more than {LONGEST_YAML} characters; expected a configuration of some hundred lines")
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if count_yaml_nodes(node, {}) > MOST_YAML_NODES:
+            raise UserError(f"has aliases that make more than {MOST_YAML_NODES} values; write the keys themselves")
+        return loader.construct_document(node)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    finally:
+        loader.dispose()  # pyright: ignore[reportUnknownMemberType]
+
+
+def count_yaml_nodes(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """The values that a node stands for, those behind aliases counted each time. A node inside itself counts as too
+    many."""
+    if node in counted:
+        return counted[node]
+    counted[node] = MOST_YAML_NODES + 1  # while its own values are counted
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            children += pair
+    count = 1
+    for child in children:
+        count += count_yaml_nodes(child, counted)
+    counted[node] = count
+    return count
 
 
 def config_as_yaml(config: Config) -> str:

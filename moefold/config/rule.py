@@ -28,6 +28,7 @@ from moefold.config.run import (
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    ShardConfig,
     TrainConfig,
 )
 
@@ -58,6 +59,10 @@ class ConfigOnRanks:
     @property
     def parallel(self) -> ParallelConfig:
         return self.config.parallel
+
+    @property
+    def shard(self) -> ShardConfig:
+        return self.config.shard
 
     @property
     def pipeline(self) -> PipelineConfig:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from moefold.config.errors import UserError
+from moefold.config.invariance_rules import INVARIANCE_RULES
 from moefold.config.memory_rules import MEMORY_RULES
+from moefold.config.mixture_weights import weight_problems
 from moefold.config.model_rules import MODEL_RULES
-from moefold.config.optimizer_groups import group_problems
+from moefold.config.optimizer_groups import group_problems, parse_groups
 from moefold.config.precision_rules import PRECISION_RULES
 from moefold.config.rule import (
     ConfigOnRanks,
@@ -24,6 +26,7 @@ from moefold.config.rule import (
     set_to_divisor,
 )
 from moefold.config.run import Config, ParallelConfig
+from moefold.config.shard_rules import SHARD_RULES
 from moefold.schedule import stage_layout
 from moefold.schedule.schedule_catalog import SCHEDULES
 from moefold.schedule.schedule_error import ScheduleError
@@ -58,7 +61,10 @@ CROSS_FIELD_RULES = RuleList()
     fix="set checkpoint.keep_every to one of 0, {checkpoint.every}",
 )
 def kept_steps_are_written(c: ConfigOnRanks) -> bool:
-    return c.checkpoint.keep_every % c.checkpoint.every == 0
+    every = c.checkpoint.every
+    if every == 0:
+        return c.checkpoint.keep_every == 0
+    return c.checkpoint.keep_every % every == 0
 
 
 @CROSS_FIELD_RULES.rule(
@@ -160,8 +166,8 @@ def llama3_frequencies_in_order(c: ConfigOnRanks) -> bool:
 
 
 def describe_files(c: ConfigOnRanks) -> str:
-    if c.data.source == "files":
-        return "data.source = files, but data.files is empty"
+    if not c.data.files:
+        return render_message("<data.source>, but data.files is empty", c)
     return render_message("<data.files>, but <data.source>", c)
 
 
@@ -172,8 +178,24 @@ def describe_files(c: ConfigOnRanks) -> str:
     fix="set data.files to your files, such as --data.files corpus.txt",
 )
 def files_are_named(c: ConfigOnRanks) -> bool:
-    reads_files = c.data.source == "files"
+    reads_files = c.data.source in ("files", "prepared")
     return reads_files == bool(c.data.files)
+
+
+def describe_weights(c: ConfigOnRanks) -> str:
+    if c.data.source != "prepared":
+        return render_message("<data.weights>, but <data.source> is one source", c)
+    return weight_problems(c.data.weights, len(c.data.files))
+
+
+@CROSS_FIELD_RULES.rule(
+    "weights are of prepared sources",
+    ("data.weights", "data.source", "data.files"),
+    says=describe_weights,
+    fix='set data.weights to ""',
+)
+def weights_are_of_prepared_sources(c: ConfigOnRanks) -> bool:
+    return not c.data.weights or not describe_weights(c)
 
 
 @CROSS_FIELD_RULES.rule(
@@ -464,7 +486,7 @@ OPTIMIZER_RULES = RuleList()
 @OPTIMIZER_RULES.rule(
     "split main weights are of bf16 weights",
     ("optim.main", "train.precision"),
-    why="only bf16 weights are the upper half of fp32 ones",
+    why="only bf16 weights are the upper half of fp32 ones, or can do without them",
     fix="set optim.main to fp32",
 )
 def split_weights_are_bf16(c: ConfigOnRanks) -> bool:
@@ -485,12 +507,87 @@ def bf16_gradients_of_bf16_weights(c: ConfigOnRanks) -> bool:
 
 @OPTIMIZER_RULES.rule(
     "stochastic rounding has something to round",
-    ("optim.rounding", "optim.moments"),
-    why="fp32 moments are not rounded",
+    ("optim.rounding", "optim.moments", "optim.second_moment"),
+    why="bf16 moments alone are rounded stochastically",
     fix="set optim.rounding to nearest",
 )
 def stochastic_rounding_has_bf16_moments(c: ConfigOnRanks) -> bool:
-    return c.optim.rounding == "nearest" or c.optim.moments == "bf16"
+    return c.optim.rounding == "nearest" or "bf16" in (c.optim.moments, c.optim.second_moment)
+
+
+def uses_muon(c: ConfigOnRanks) -> bool:
+    if c.optim.rule == "muon":
+        return True
+    return not group_problems(c.optim.groups) and any(entry.rule == "muon" for entry in parse_groups(c.optim.groups))
+
+
+@OPTIMIZER_RULES.rule(
+    "moments in blocks are AdamW's",
+    ("optim.moments", "optim.rule", "optim.groups"),
+    why="Muon's momentum has no blocks with scales",
+    fix="set optim.moments to bf16",
+)
+def block_moments_are_adamws(c: ConfigOnRanks) -> bool:
+    return c.optim.moments in ("fp32", "bf16") or not uses_muon(c)
+
+
+@OPTIMIZER_RULES.rule(
+    "states on the host are AdamW's",
+    ("optim.states", "optim.rule", "optim.groups", "optim.qk_clip", "precision.storage"),
+    says="<optim.states> with <optim.rule>, <optim.qk_clip> and <precision.storage>: "
+    "only AdamW, without qk_clip and FP8 storage, works on parts of the states",
+    fix="set optim.states to device",
+)
+def host_states_are_adamws(c: ConfigOnRanks) -> bool:
+    if c.optim.states == "device":
+        return True
+    needs_whole = uses_muon(c) or c.optim.qk_clip > 0
+    return not needs_whole and c.precision.storage == "plain"
+
+
+@OPTIMIZER_RULES.rule(
+    "updates on the host have fp32 states there",
+    ("optim.update", "optim.states", "optim.moments", "optim.second_moment", "optim.main"),
+    says="<optim.update> with <optim.states>, <optim.moments>, <optim.second_moment> and <optim.main>: "
+    "the host updates fp32 states that it has",
+    fix="set optim.update to device",
+)
+def host_updates_have_fp32_states(c: ConfigOnRanks) -> bool:
+    optim = c.optim
+    if optim.update == "device":
+        return True
+    is_fp32 = (optim.moments, optim.main) == ("fp32", "fp32") and optim.second_moment in ("as_first", "fp32")
+    return optim.states == "host" and is_fp32
+
+
+@OPTIMIZER_RULES.rule(
+    "updates in backward know their clipping",
+    ("optim.when", "optim.clip_by"),
+    why="the norm of all gradients is known only when backward has ended",
+    fix="set optim.clip_by to previous or unit",
+)
+def updates_in_backward_know_their_clipping(c: ConfigOnRanks) -> bool:
+    return c.optim.when == "step" or c.optim.clip_by != "global"
+
+
+@OPTIMIZER_RULES.rule(
+    "updates in backward are never skipped",
+    ("optim.when", "train.precision"),
+    why="a step in fp16 that overflows is skipped as a whole, which is known only when backward has ended",
+    fix="set optim.when to step, or train.precision to bf16",
+)
+def updates_in_backward_are_never_skipped(c: ConfigOnRanks) -> bool:
+    return c.optim.when == "step" or c.train.precision != "fp16"
+
+
+@OPTIMIZER_RULES.rule(
+    "units are of one stage",
+    ("optim.when", "optim.clip_by", "parallel.pp"),
+    says="<optim.when> and <optim.clip_by> with <parallel.pp>: units of other stages are complete at other times",
+    fix="set optim.when to step and optim.clip_by to previous",
+)
+def units_are_of_one_stage(c: ConfigOnRanks) -> bool:
+    return c.parallel.pp == 1 or (c.optim.when == "step" and c.optim.clip_by != "unit")
 
 
 @OPTIMIZER_RULES.rule(
@@ -558,6 +655,8 @@ RULES: list[ConfigRule] = [
     *OPTIMIZER_RULES,
     *PRECISION_RULES,
     *MEMORY_RULES,
+    *SHARD_RULES,
+    *INVARIANCE_RULES,
 ]
 
 

@@ -22,6 +22,8 @@ DenseActivation = Literal[
 ]  # anatomy/activations.py
 ExpertActivation = Literal[DenseActivation, "clamped_swiglu"]
 
+MomentType = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -178,8 +180,16 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     source: str = key("stdlib", "origin of the training text", names=DATA_SOURCE_NAMES)
-    files: tuple[str, ...] = key((), "source files: text or .jsonl files, or folders of them")
-    text_key: str = key("text", "field of a .jsonl line that holds the text")
+    files: tuple[str, ...] = key(
+        (), "source files: files or folders of text, .jsonl, Parquet and others; source prepared: prepared folders"
+    )
+    weights: tuple[str, ...] = key(
+        (),
+        "source prepared: weights of the folders, such as 0.7/0.3, and from a step on, such as 1000:0.5/0.5; none: by "
+        "their tokens",
+    )
+    text_key: str = key("text", "field of a .jsonl line, or column of a table, that holds the text")
+    skip_bad: bool = key(False, "leave out lines, rows and files that cannot be read, and list them")
     tokenizer: str = key(
         "auto",
         "byte; stdlib, 32,000 byte pairs of Python source; or the path of a Hugging Face tokenizer.json; auto: stdlib "
@@ -200,13 +210,22 @@ class TrainConfig:
     micro_batch: int = key(4, "sequences of one microbatch of a rank, at most", at_least=1)
     seed: int = key(1, "seed of initialisation and data order", at_least=0, at_most=2**62)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "training device; auto: cuda where available")
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = key(
-        "auto", "dtype of weights and activations; auto: bf16 on cuda, else fp32; fp64 is for checking"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(
+        "auto",
+        "dtype of weights and activations; auto: bf16 on cuda, else fp32; fp16 has a loss scale; fp64 is for checking",
     )
     validate_every: int = key(100, "steps between validations; the first is at step 0", at_least=1)
     validate_sequences: int = key(64, "sequences of one validation", at_least=1)
     record_routing: str = key("", "file to write the experts of every token to, for replay on any layout")
     replay_routing: str = key("", "file of such a record, whose experts replace the routers' choices")
+    step_timeout: float = key(
+        0.0,
+        "seconds after which a run whose step does not end is ended; 0: 20 longest steps, at least 60",
+        at_least=0,
+    )
+    slow_timeout: float = key(1800.0, "likewise of the start, a checkpoint, an evaluation, the end", above=0)
+    collect_every: int = key(1, "steps between collections of Python's garbage", at_least=1)
+    bind_numa: bool = key(True, "run a rank on the CPU cores of its GPU's NUMA node")
     sample_tokens: int = key(200, "tokens of the sample printed at the end; 0: none", at_least=0)
 
 
@@ -245,12 +264,34 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW: epsilon, added to the root of the second moment", above=0)
     weight_decay: float = key(0.1, "weight decay of matrices (not of norms and biases)", at_least=0)
     max_norm: float = key(1.0, "gradient clipping: largest global norm", above=0)
-    main: Literal["fp32", "split"] = key(
-        "fp32",
-        "main weights of a bf16 model: an fp32 copy, or only the lower 16 bits of each weight; numerically identical",
+    clip_by: Literal["global", "previous", "unit"] = key(
+        "global",
+        "norm that clips: of all gradients of the step, of all of the step before, or of each unit (a layer) by itself",
     )
-    moments: Literal["fp32", "bf16"] = key("fp32", "dtype of AdamW's moments and Muon's momentum")
+    when: Literal["step", "backward"] = key(
+        "step",
+        "time of updates: after backward, or of each unit (a layer) as soon as its gradients are complete, which are "
+        "then freed",
+    )
+    main: Literal["fp32", "split", "none"] = key(
+        "fp32",
+        "main weights of a bf16 model: an fp32 copy, or only the lower 16 bits of each weight (numerically identical), "
+        "or none: updated bf16 weights are rounded stochastically",
+    )
+    moments: MomentType = key(
+        "fp32",
+        "type of AdamW's moments and Muon's momentum; fp16, fp8 and int8 have a scale for 128 elements, for AdamW only",
+    )
+    second_moment: Literal["as_first", MomentType] = key(
+        "as_first", "type of AdamW's second moment, if not optim.moments"
+    )
     rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 moments")
+    states: Literal["device", "host"] = key(
+        "device", "memory of AdamW's moments and main weights: in host memory they visit the device for the update"
+    )
+    update: Literal["device", "host"] = key(
+        "device", "where AdamW updates: on the host it needs optim.states host and fp32 states"
+    )
     gradients: Literal["fp32", "bf16"] = key(
         "fp32", "dtype of a bf16 model's gradients; bf16 for steps of one microbatch, which need no accumulation"
     )
@@ -281,6 +322,17 @@ class ParallelConfig:
         "ring", "context parallelism: mechanism that gives queries the keys and values of other cp ranks"
     )
     dispatcher: str = key("auto", "dispatcher: sends tokens to the experts of other ranks", names=DISPATCHER_NAMES)
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    mode: Literal["zero1", "zero3"] = key(
+        "zero1",
+        "what replicas share out: gradients and optimizer state (zero1), or weights too, gathered where steps use them",
+    )
+    replicas: int = key(
+        1, "copies of all shares: shares lie in groups of dp x cp / replicas ranks (HSDP)", at_least=1, at_most=65_536
+    )
 
 
 @dataclass(frozen=True)
@@ -333,6 +385,22 @@ class PrecisionConfig:
     )
     history: int = key(16, "delayed scaling: steps whose largest magnitude counts", at_least=1, at_most=1024)
     margin: int = key(0, "delayed scaling: scales are larger by so many powers of two", at_least=0, at_most=8)
+    dispatch: Literal["plain", "fp8"] = key(
+        "plain", "tokens on their way to experts of other ranks: train.precision, or e4m3 with a scale for 128 values"
+    )
+    combine_gradient: Literal["plain", "e4m3", "e5m2"] = key(
+        "plain", "gradients of experts' sums on their way to other ranks: train.precision, or FP8 as tokens are"
+    )
+    tp_sums: Literal["plain", "fp8"] = key(
+        "plain", "summands of attention and dense MLPs between tp ranks: a reduce-scatter, or e4m3 with a scale a token"
+    )
+    tp_sum_gradients: Literal["plain", "fp8"] = key(
+        "plain", "gradients of those sums between tp ranks: train.precision, or e4m3 with a scale for 128 tokens"
+    )
+    loss_scale: float = key(
+        65536.0, "fp16: first loss scale; a step that overflows is skipped and halves it", at_least=1, at_most=2.0**32
+    )
+    loss_scale_growth: int = key(2000, "fp16: steps without overflow after which the loss scale doubles", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -342,6 +410,22 @@ class MemoryConfig:
         "regions that are rebuilt in backward instead of kept: norm, activation, up, core, mlp, shared, experts, moe, "
         "layer; for some layers: `moe@0-7`, `layer@3`; `explain` has what each saves",
     )
+    offload: tuple[str, ...] = key(
+        (),
+        "regions whose saved tensors lie on the host between forward and backward: those of recompute, and out; the "
+        "last layer stays",
+    )
+    offload_gib: float = key(64.0, "most pinned host memory of a rank for offloaded tensors, in GiB", above=0)
+    expert_chunk: int = key(
+        0,
+        "most rows that a layer's experts compute at once; further rows follow in chunks, which backward computes "
+        "again; 0: all at once",
+        at_least=0,
+    )
+    offload_least: int = key(1_048_576, "bytes of the smallest tensor that is offloaded", at_least=1)
+    graphs: Literal["none", "whole"] = key(
+        "none", "whole: the step is one CUDA graph, captured once and replayed; none: every kernel is launched anew"
+    )
 
 
 @dataclass(frozen=True)
@@ -350,6 +434,9 @@ class KernelsConfig:
     repeatable: bool = key(
         True,
         "bitwise equal runs of one seed on a GPU too (exceptions: `explain`); false allows faster sums in any order",
+    )
+    invariant: bool = key(
+        False, "a token's bits in forward do not depend on the rest of its batch, on micro_batch, dp or ep; slow"
     )
 
 
@@ -367,7 +454,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = key(100, "steps between checkpoints; one more is written at the end", at_least=1)
+    every: int = key(100, "steps between checkpoints; one more is written at the end; 0: none at all", at_least=0)
     keep: int = key(2, "number of latest checkpoints to keep", at_least=1)
     keep_every: int = key(0, "checkpoints at multiples of this step are never deleted; 0: none", at_least=0)
     path: str = key("", "checkpoint folder, or an fsspec path (s3://...); by default checkpoints/ in the run's folder")
@@ -381,6 +468,7 @@ class Config:
     train: TrainConfig = section(TrainConfig)
     optim: OptimConfig = section(OptimConfig)
     parallel: ParallelConfig = section(ParallelConfig)
+    shard: ShardConfig = section(ShardConfig)
     pipeline: PipelineConfig = section(PipelineConfig)
     precision: PrecisionConfig = section(PrecisionConfig)
     memory: MemoryConfig = section(MemoryConfig)

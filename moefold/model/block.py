@@ -23,19 +23,33 @@ from moefold.model.mlp import DenseMlp
 from moefold.model.moe.layer import MoeSublayer
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Carry, Step, bind_steps, drop_from_carry, run_step_sequence
+from moefold.model.steps import (
+    Carry,
+    StepMethods,
+    StepRun,
+    Steps,
+    bind_steps,
+    drop_from_carry,
+    run_step_sequence,
+    with_token_numbers,
+)
+from moefold.precision.linear import rounds_by_token
 
+MakeAttention = Callable[[ModelConfig, int, ModelParts], Any]
 ATTENTION_KINDS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
 
 
-def attention_kind(name: str) -> Callable[[ModelConfig, int, ModelParts], Any]:
+def attention_kind(name: str) -> MakeAttention:
     """The class of an attention, built in or from another package: a module with a `norm`, called on normed tokens."""
     extension = find_extension("attention", name)
-    return ATTENTION_KINDS[name] if extension is None else extension.load()
+    if extension is not None:
+        return extension.load()
+    return ATTENTION_KINDS[name]
 
 
 def make_transformer_block(model: ModelConfig, layer: int, parts: ModelParts) -> Block:
-    kind = MoeBlock if is_moe_layer(model, layer) else DenseBlock
+    is_moe = is_moe_layer(model, layer)
+    kind = MoeBlock if is_moe else DenseBlock
     return kind(model, layer, parts)
 
 
@@ -44,35 +58,50 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__()
-        self.attention = attention_kind(model.attention.kind)(model, layer, parts)
+        make_attention = attention_kind(model.attention.kind)
+        self.attention = make_attention(model, layer, parts)
         self.specs = block_step_specs(model, layer)
         self.layer = layer
 
     def attend(self, carry: Carry) -> Carry:
-        stream, h_TD = carry["stream"].normed(self.attention.norm)
-        y_TD = self.attention(h_TD, carry["token_shard"])
-        return carry | {"stream": stream.plus(y_TD)}
+        stream = carry["stream"]
+        shard = carry["token_shard"]
+        attention = self.attention
+        stream, h_TD = stream.normed(attention.norm)
+        y_TD = attention(h_TD, shard)
+        stream = stream.plus(y_TD)
+        return carry | {"stream": stream}
 
-    def steps(self) -> list[Step]:
+    def step_methods(self) -> StepMethods:
+        """The method of each step, by the name that the anatomy gives the step."""
         raise NotImplementedError
 
+    def steps(self) -> Steps:
+        methods = self.step_methods()
+        steps = bind_steps(self.specs, methods, self.layer)
+        if rounds_by_token(self):
+            return with_token_numbers(steps)
+        return steps
+
     def forward(self, carry: Carry) -> Carry:
-        return run_step_sequence(self.steps(), carry)
+        steps = self.steps()
+        return run_step_sequence(steps, carry)
 
 
 class DenseBlock(Block):
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(model, layer, parts)
-        self.dense = DenseMlp(model, parts.kernels, parts.world)
+        self.dense = DenseMlp(model, parts)
 
     def mlp(self, carry: Carry) -> Carry:
-        stream, h_TD = carry["stream"].normed(self.dense.norm)
+        stream = carry["stream"]
+        stream, h_TD = stream.normed(self.dense.norm)
         y_TD = self.dense(h_TD)
-        return carry | {"stream": stream.plus(y_TD)}
+        stream = stream.plus(y_TD)
+        return carry | {"stream": stream}
 
-    def steps(self) -> list[Step]:
-        methods = {"attend": self.attend, "mlp": self.mlp}
-        return bind_steps(self.specs, methods, self.layer)
+    def step_methods(self) -> StepMethods:
+        return {"attend": self.attend, "mlp": self.mlp}
 
 
 class MoeBlock(Block):
@@ -81,24 +110,32 @@ class MoeBlock(Block):
 
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(model, layer, parts)
-        norm = AddNorm(model.hidden, model.norm_eps, parts.kernels, parts.world)
+        norm = AddNorm(model, parts)
         self.moe = MoeSublayer(model, layer, parts, norm)
 
     def route(self, carry: Carry) -> Carry:
-        stream, h_TD, for_router_TD = carry["stream"].normed_for_two(self.moe.norm)
-        normed = {"stream": stream, "h_TD": h_TD, "for_router_TD": for_router_TD}
-        return self.moe.route_tokens(carry | normed)
+        stream = carry["stream"]
+        stream, h_TD, for_router_TD = stream.normed_for_two(self.moe.norm)
+        carry = carry.copy()
+        carry["stream"] = stream
+        carry["h_TD"] = h_TD
+        carry["for_router_TD"] = for_router_TD
+        return self.moe.route_tokens(carry)
 
-    def run_last_step(self, run: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    def run_last_step(self, run: StepRun, carry: Carry) -> Carry:
         """The layer's last step, with the layer's output on the stream."""
         carry = run(carry)
-        stream = carry["stream"].plus(carry["output_TD"])
-        return drop_from_carry(carry | {"stream": stream}, "output_TD")
+        stream = carry["stream"]
+        output_TD = carry["output_TD"]
+        carry = drop_from_carry(carry, "output_TD")
+        carry["stream"] = stream.plus(output_TD)
+        return carry
 
-    def steps(self) -> list[Step]:
+    def step_methods(self) -> StepMethods:
         methods = self.moe.step_methods()
         methods["attend"] = self.attend
         methods["route"] = self.route
         last = self.specs[-1].name
-        methods[last] = partial(self.run_last_step, methods[last])
-        return bind_steps(self.specs, methods, self.layer)
+        run_last = methods[last]
+        methods[last] = partial(self.run_last_step, run_last)
+        return methods

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefold.comm.collectives import reduce_scatter
 from moefold.config.run import ModelConfig
-from moefold.kernels.bound import BoundKernels
 from moefold.kernels.vocabulary.embedding import embedding
-from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
+from moefold.model.parts import ModelParts
 
 
 class Embedding(DeclaringModule):
-    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
-        super().__init__(world)
-        by_word = sharded_over_tp(0)
-        shape = (model.vocab, model.hidden)
-        std = model.init_std
-        self.weight = self.declare_parameter("weight", *shape, std=std, placement=by_word, rows="words")
+    def __init__(self, model: ModelConfig, parts: ModelParts):
+        super().__init__(parts.world)
+        self.weight = declare_word_vectors(self, model)
+        kernels = parts.kernels
         self.embedding = kernels[embedding]
+        world = self.world
         self.tp = world.axis("tp")
 
     def forward(self, tokens_C: Tensor) -> Tensor:
         """Each rank looks up the words it holds and gives zeros for the rest; the sum has every token once."""
+        weight_vD = self.weight
         if self.tp.size == 1:
-            return self.embedding(tokens_C, self.weight)
-        words = len(self.weight)
+            return self.embedding(tokens_C, weight_vD)
+        words = len(weight_vD)
         first = self.tp.index * words
         here = tokens_C - first
-        held = (here >= 0) & (here < words)
+        not_before = here >= 0
+        not_behind = here < words
+        held = not_before & not_behind
         here_or_none = torch.where(held, here, -1)
-        summand_CD = self.embedding(here_or_none, self.weight, True)
+        summand_CD = self.embedding(here_or_none, weight_vD, True)
         return reduce_scatter(summand_CD, self.tp)
+
+
+def declare_word_vectors(module: DeclaringModule, model: ModelConfig) -> nn.Parameter:
+    """A module's `weight` (v, D): one row for each word, which tp shards."""
+    by_word = sharded_over_tp(0)
+    shape = (model.vocab, model.hidden)
+    std = model.init_std
+    return module.declare_parameter("weight", *shape, placement=by_word, std=std, rows="words")

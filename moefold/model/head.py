@@ -11,42 +11,39 @@ from torch import Tensor, nn
 
 from moefold.comm.collectives import all_gather, all_reduce_max_no_grad, all_reduce_no_grad
 from moefold.config.run import ModelConfig
-from moefold.kernels.bound import BoundKernels
+from moefold.kernels.linear.matmul import plain_product, tiled_product
 from moefold.kernels.vocabulary.cross_entropy import cross_entropy
 from moefold.kernels.vocabulary.vocab_shard import VocabShard
-from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
-from moefold.layout.placement import sharded_over_tp
-from moefold.model.embedding import Embedding
+from moefold.model.embedding import Embedding, declare_word_vectors
 from moefold.model.norm import AddNorm
+from moefold.model.parts import ModelParts
 
 
 class FinalNorm(nn.Module):
     """The head's norm alone, for a stage that looks ahead of a head that lies elsewhere."""
 
-    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
+    def __init__(self, model: ModelConfig, parts: ModelParts):
         super().__init__()
-        eps = model.norm_eps
-        self.norm = AddNorm(model.hidden, eps, kernels, world)
+        self.norm = AddNorm(model, parts)
 
 
 class Head(DeclaringModule):
-    def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: BoundKernels, world: World):
-        super().__init__(world)
-        hidden = model.hidden
-        self.norm = AddNorm(hidden, model.norm_eps, kernels, world)
+    def __init__(self, model: ModelConfig, embedding: Embedding | None, parts: ModelParts):
+        super().__init__(parts.world)
+        self.norm = AddNorm(model, parts)
+        kernels = parts.kernels
         self.cross_entropy = kernels[cross_entropy]
+        is_invariant = kernels.facts.invariant
+        self.multiply = tiled_product if is_invariant else plain_product
+        world = self.world
         self.tp = world.axis("tp")
-        if embedding is not None:  # its matrix is the head's too
+        if embedding is None:
+            self.weight = declare_word_vectors(self, model)
+            self.matrix_vD = lambda: self.weight
+        else:  # the embedding's matrix is the head's too
             self.borrowed = (embedding.weight,)
             self.matrix_vD = lambda: embedding.weight
-        else:
-            std = model.init_std
-            placement = sharded_over_tp(0)
-            shape = (model.vocab, hidden)
-            weight = self.declare_parameter("weight", *shape, std=std, placement=placement, rows="words")
-            self.weight = weight
-            self.matrix_vD = lambda: self.weight
 
     def forward(self, h_TD: Tensor, labels_C: Tensor | None = None) -> Tensor:
         """Of a normed stream the loss, or all logits where there are no labels. Called, so that hooks on the module see
@@ -62,14 +59,17 @@ class Head(DeclaringModule):
         matrix_vD = self.matrix_vD()
         if self.tp.size == 1:
             return self.cross_entropy(h_CD, matrix_vD, labels_C)
-        first = self.tp.index * len(matrix_vD)
-        add_up = partial(all_reduce_no_grad, axis=self.tp)
-        find_max = partial(all_reduce_max_no_grad, axis=self.tp)
+        tp = self.tp
+        first = tp.index * len(matrix_vD)
+        add_up = partial(all_reduce_no_grad, axis=tp)
+        find_max = partial(all_reduce_max_no_grad, axis=tp)
         words = VocabShard(first, add_up, find_max)
         return self.cross_entropy(h_CD, matrix_vD, labels_C, words)
 
     def logits(self, h_CD: Tensor) -> Tensor:
         """All logits of this cp rank's tokens: (C, V)."""
-        logits_Cv = h_CD @ self.matrix_vD().T
-        logits_VC = all_gather(logits_Cv.T, self.tp)
+        matrix_vD = self.matrix_vD()
+        logits_Cv = self.multiply(h_CD, matrix_vD)
+        logits_vC = logits_Cv.T
+        logits_VC = all_gather(logits_vC, self.tp)
         return logits_VC.T

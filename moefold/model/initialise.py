@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from moefold.config.run import ModelConfig
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+
+ParameterSlice = tuple[str, DeclaredParameter, Tensor]  # name, parameter, view to fill
+
+
+def output_std(model: ModelConfig) -> float:
+    """Of weights whose product is added to the stream: the smaller, the more of them there are."""
+    residual_adds = 2 * model.layers
+    return model.init_std / residual_adds**0.5
 
 
 def initialise_parameters(model: nn.Module, seed: int) -> None:
-    """Fill every declared parameter. Each slice is drawn by its own generator, so that threads may share the work."""
+    """Fill every declared parameter."""
+    parameters = declared_parameters(model)
+    fill_parameters(parameters, seed)
+
+
+def fill_parameters(parameters: Iterable[DeclaredParameter], seed: int) -> None:
+    """Fill these parameters. Each slice is drawn by its own generator, so that threads may share the work."""
     cores = os.cpu_count()
     with torch.no_grad(), ThreadPoolExecutor(cores) as threads:
-        slices = parameter_slices(model)
-        fills = [partial(fill_parameter_slice, *piece, seed) for piece in slices]
-        work = [threads.submit(fill) for fill in fills]
+        fill = partial(fill_parameter_slice, seed=seed)
+        slices = parameter_slices(parameters)
+        work = [threads.submit(fill, *piece) for piece in slices]
     for filled in work:
         filled.result()
 
 
-def parameter_slices(model: nn.Module) -> Iterator[tuple[str, DeclaredParameter, Tensor]]:
-    """(name, parameter, view to fill): a whole parameter, or each expert's matrix of a stacked one."""
-    for parameter in declared_parameters(model):
-        if parameter.declaration.stacked:
-            first, _ = parameter.part[0]
-            views = parameter.tensor.unbind(0)
-            for expert, view in enumerate(views, start=first):
-                yield f"{parameter.name}/{expert}", parameter, view
-        else:
-            yield parameter.name, parameter, parameter.tensor
+def parameter_slices(parameters: Iterable[DeclaredParameter]) -> Iterator[ParameterSlice]:
+    """A whole parameter, or each expert's matrix of a stacked one."""
+    for parameter in parameters:
+        name = parameter.name
+        tensor = parameter.tensor
+        if not parameter.declaration.stacked:
+            yield name, parameter, tensor
+            continue
+        first, _ = parameter.part[0]
+        views = tensor.unbind(0)
+        for expert, view in enumerate(views, start=first):
+            yield f"{name}/{expert}", parameter, view
 
 
 @torch.no_grad()
@@ -48,17 +65,21 @@ def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: Tensor, 
         view.zero_()
         return
     # the whole slice is drawn on every rank, which keeps its part
-    shape = declaration.shape[declaration.stacked :]
-    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+    stacked = declaration.stacked
+    shape = declaration.shape[stacked:]
+    dtype = torch.float32
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
     generator = generator_for(name, seed)
     whole.normal_(0.0, std, generator=generator)
-    part = parameter.part[declaration.stacked :]
+    part = parameter.part[stacked:]
     held = [slice(start, start + size) for start, size in part]
-    view.copy_(whole[tuple(held)])
+    kept = whole[tuple(held)]
+    view.copy_(kept)
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
     label = f"{seed}/{name}".encode()
     digest = hashlib.sha256(label).digest()
     number = int.from_bytes(digest[:7], "big")
-    return torch.Generator("cpu").manual_seed(number)
+    generator = torch.Generator("cpu")
+    return generator.manual_seed(number)

@@ -16,9 +16,10 @@ from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.mlp_activation import mlp_activation
 from moefold.kernels.experts.swiglu import swiglu
-from moefold.layout.axes import World
 from moefold.layout.placement import sharded_over_tp
+from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
+from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
 from moefold.precision.linear import Linear
 
@@ -28,24 +29,31 @@ Activate = Callable[[Tensor, Tensor | None], Tensor]  # of the first product and
 def bind_activation(name: str, kernels: BoundKernels) -> Activate:
     if name == "swiglu":
         return kernels[swiglu]
-    return partial(kernels[mlp_activation], kind=ACTIVATIONS[name])
+    activate = kernels[mlp_activation]
+    kind = ACTIVATIONS[name]
+    return partial(activate, kind=kind)
 
 
 class Mlp(nn.Module):
-    def __init__(self, model: ModelConfig, ffn: int, activation: str, kernels: BoundKernels, world: World):
+    def __init__(self, model: ModelConfig, ffn: int, activation: str, parts: ModelParts):
         super().__init__()
         d = model.hidden
-        std = model.init_std
-        residual_adds = 2 * model.layers
-        down_std = std / residual_adds**0.5
+        world = parts.world
+        # up, and with a gate the gate beside it
         kind = ACTIVATIONS[activation]
         outputs = kind.up_outputs(ffn)
-        over_ffn = sharded_over_tp(len(outputs) - 1)
-        up = Linear(world, d, *outputs, std=std, placement=over_ffn, rows=kind.up_rows)
+        inner_dim = len(outputs) - 1
+        over_ffn = sharded_over_tp(inner_dim)
+        up_std = model.init_std
+        rows = kind.up_rows
+        up = Linear(world, d, *outputs, std=up_std, placement=over_ffn, rows=rows)
         self.up_name = kind.up_name
         self.add_module(self.up_name, up)
+        # down
         over_inputs = sharded_over_tp(1)
+        down_std = output_std(model)
         self.down = Linear(world, ffn, d, std=down_std, placement=over_inputs)
+        kernels = parts.kernels
         self.activate = bind_activation(activation, kernels)
         tp = world.axis("tp")
         self.gather_tokens = bind_collective(all_gather, tp)
@@ -54,7 +62,8 @@ class Mlp(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         # All tokens of this cp rank meet this rank's part of the width.
-        x_CD = self.gather_region(self.gather_tokens, x_TD)
+        gather = self.gather_tokens
+        x_CD = self.gather_region(gather, x_TD)
         project_up = self.get_submodule(self.up_name)
         h_C2F = project_up(x_CD)  # or h_CF, without a gate
         a_CF = self.activate(h_C2F, None)
@@ -65,8 +74,8 @@ class Mlp(nn.Module):
 class DenseMlp(Mlp):
     """The MLP of a dense block, with the norm that the block applies before it."""
 
-    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
+    def __init__(self, model: ModelConfig, parts: ModelParts):
+        ffn = model.dense_ffn
         activation = model.dense_activation
-        super().__init__(model, model.dense_ffn, activation, kernels, world)
-        eps = model.norm_eps
-        self.norm = AddNorm(model.hidden, eps, kernels, world)
+        super().__init__(model, ffn, activation, parts)
+        self.norm = AddNorm(model, parts)

@@ -26,16 +26,17 @@ class MtpLayer(nn.Module):
     def __init__(self, model: ModelConfig, depth: int, parts: ModelParts):
         super().__init__()
         d = model.hidden
-        world = parts.world
-        norm_arguments = d, model.norm_eps, parts.kernels, world
+        eps = model.norm_eps
         self.depth = depth
-        self.stream_norm = RMSNorm(*norm_arguments)
-        self.token_norm = RMSNorm(*norm_arguments)
+        self.stream_norm = RMSNorm(d, eps, parts)
+        self.token_norm = RMSNorm(d, eps, parts)
+        inputs = 2 * d
         std = model.init_std
-        self.join = Linear(world, 2 * d, d, std=std)
+        world = parts.world
+        self.join = Linear(world, inputs, d, std=std)
         layer = model.layers + depth - 1
         self.block = make_transformer_block(model, layer, parts)
-        self.norm = AddNorm(*norm_arguments)
+        self.norm = AddNorm(model, parts)
 
     def forward(self, h_TD: Tensor, token_TD: Tensor) -> Tensor:
         """What is known at a position and the token it looks past, joined."""
@@ -49,14 +50,16 @@ class MtpLayer(nn.Module):
 def tokens_shifted_by(tokens_BS: Tensor, depth: int) -> Tensor:
     """The token `depth` places on; behind the end, where no label follows, any."""
     later_BS = tokens_BS[:, depth:]
-    return F.pad(later_BS, (0, depth))
+    behind = (0, depth)
+    return F.pad(later_BS, behind)
 
 
 def labels_shifted_by(labels_BS: Tensor, depth: int) -> Tensor:
     """The label `depth` places on, IGNORED where any up to it is missing."""
+    one_behind = (0, 1)
     for _ in range(depth):
         later_BS = labels_BS[:, 1:]
-        next_BS = F.pad(later_BS, (0, 1), value=IGNORE_INDEX)
+        next_BS = F.pad(later_BS, one_behind, value=IGNORE_INDEX)
         missing_BS = labels_BS == IGNORE_INDEX
         labels_BS = next_BS.masked_fill(missing_BS, IGNORE_INDEX)
     return labels_BS

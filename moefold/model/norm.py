@@ -18,41 +18,63 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce
+from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.norm.rmsnorm import add_rmsnorm, rmsnorm
 from moefold.kernels.norm.rope import RopeAngles, norm_rope, rope
-from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
-from moefold.layout.placement import sharded_over_tp
+from moefold.layout.placement import REPLICATED, sharded_over_tp
+from moefold.model.parts import ModelParts
 from moefold.model.steps import FollowsFromFirst, Region
+
+SumAndNorms = tuple[Tensor, Tensor, Tensor]  # a sum of the stream, and its norm for each of two who read it
 
 
 class RMSNorm(DeclaringModule):
-    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
-        super().__init__(world)
-        self.weight = self.declare_parameter("weight", width, std=None)
+    placement = REPLICATED
+
+    def __init__(self, width: int, eps: float, parts: ModelParts):
+        super().__init__(parts.world)
+        self.width = width
         self.eps = eps
-        self.rmsnorm = kernels[rmsnorm]
+        placement = self.placement
+        weight = self.declare_parameter("weight", width, placement=placement, std=None)
+        self.weight = weight
         self.norm = Region("norm")
+        self.bind_kernels(parts.kernels)
+
+    def bind_kernels(self, kernels: BoundKernels) -> None:
+        self.rmsnorm = kernels[rmsnorm]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.rmsnorm, x, self.weight, self.eps)
+        weight = self.weight
+        eps = self.eps
+        return self.norm(self.rmsnorm, x, weight, eps)
 
 
 class AddNorm(RMSNorm):
-    """Norms the sum of the stream and what the layer before gives for it, if there is one; returns the sum, and its
-    norm for each of two who read it."""
+    """Norms the sum of the stream and what the layer before gives for it, if there is one."""
 
-    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
-        super().__init__(width, eps, kernels, world)
-        self.add_and_norm = FollowsFromFirst(kernels[add_rmsnorm], self.norm_sum)
+    def __init__(self, model: ModelConfig, parts: ModelParts):
+        width = model.hidden
+        eps = model.norm_eps
+        super().__init__(width, eps, parts)
 
-    def forward(self, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.norm(self.add_and_norm, x_TD, added_TD, self.weight, self.eps)
+    def bind_kernels(self, kernels: BoundKernels) -> None:
+        super().bind_kernels(kernels)
+        add_and_norm = kernels[add_rmsnorm]
+        self.add_and_norm = FollowsFromFirst(add_and_norm, self.norm_sum)
 
-    def norm_sum(self, sum_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, added_TD: Tensor | None) -> SumAndNorms:
+        weight = self.weight
+        eps = self.eps
+        return self.norm(self.add_and_norm, x_TD, added_TD, weight, eps)
+
+    def norm_sum(self, sum_TD: Tensor) -> SumAndNorms:
         """The outputs of `forward` once more, from the first."""
-        h_TD = self.rmsnorm(sum_TD, self.weight, self.eps)
+        weight = self.weight
+        eps = self.eps
+        h_TD = self.rmsnorm(sum_TD, weight, eps)
         return sum_TD, h_TD, h_TD
 
 
@@ -64,18 +86,21 @@ class ResidualStream(NamedTuple):
 
     def normed(self, norm: AddNorm) -> tuple[ResidualStream, Tensor]:
         """The stream with nothing pending, and its norm."""
-        x_TD, h_TD, _ = norm(self.x_TD, self.pending_TD)
-        return ResidualStream(x_TD), h_TD
+        stream, h_TD, _ = self.normed_for_two(norm)
+        return stream, h_TD
 
     def normed_for_two(self, norm: AddNorm) -> tuple[ResidualStream, Tensor, Tensor]:
         """The stream, and its norm once for each of two consumers: their gradients are then summed inside the norm's
         backward instead of in a pass of their own."""
-        x_TD, first_TD, second_TD = norm(self.x_TD, self.pending_TD)
-        return ResidualStream(x_TD), first_TD, second_TD
+        pending_TD = self.pending_TD
+        x_TD, first_TD, second_TD = norm(self.x_TD, pending_TD)
+        stream = ResidualStream(x_TD)
+        return stream, first_TD, second_TD
 
     def plus(self, output_TD: Tensor) -> ResidualStream:
         """The stream with a layer's output pending."""
-        return ResidualStream(self.settled(), output_TD)
+        x_TD = self.settled()
+        return ResidualStream(x_TD, output_TD)
 
     def settled(self) -> Tensor:
         """One tensor: what a pipeline stage sends to the next."""
@@ -87,49 +112,38 @@ class ResidualStream(NamedTuple):
 class RopeNorm(RMSNorm):
     """Norms each head by itself, then rotates it by position."""
 
-    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
-        super().__init__(width, eps, kernels, world)
+    def bind_kernels(self, kernels: BoundKernels) -> None:
+        super().bind_kernels(kernels)
         rotate = kernels[rope]
-        self.norm_rope = partial(kernels[norm_rope], norm=self.rmsnorm, rotate=rotate)
+        norm_and_rotate = kernels[norm_rope]
+        self.norm_rope = partial(norm_and_rotate, norm=self.rmsnorm, rotate=rotate)
 
     def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
-        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)
+        weight = self.weight
+        eps = self.eps
+        return self.norm(self.norm_rope, x_BSHD, weight, angles, eps)
 
 
-class RMSNormOverTp(DeclaringModule):
+class RMSNormOverTp(RMSNorm):
     """RMSNorm over a width that is sharded over tp: the mean square is one number over all ranks."""
 
-    def __init__(self, width: int, eps: float, world: World):
-        super().__init__(world)
-        by_width = sharded_over_tp(0)
-        weight = self.declare_parameter("weight", width, placement=by_width, std=None)
-        self.weight = weight
-        self.width = width
-        self.eps = eps
-        self.tp = world.axis("tp")
-        self.norm = Region("norm")
+    placement = sharded_over_tp(0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.apply_rmsnorm, x, self.weight, self.eps)
+    def bind_kernels(self, kernels: BoundKernels) -> None:
+        self.rmsnorm = self.norm_over_tp
 
-    def apply_rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm_over_tp(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        tp = self.world.axis("tp")
         dtype = torch.promote_types(x.dtype, torch.float32)
         wide = x.to(dtype)
         squares = wide.square()
-        square_sum = squares.sum(-1, keepdim=True)
-        mean_square = all_reduce(square_sum, self.tp) / self.width
+        own_sum = squares.sum(-1, keepdim=True)
+        square_sum = all_reduce(own_sum, tp)
+        mean_square = square_sum / self.width
         inverse_rms = torch.rsqrt(mean_square + eps)
         normed = wide * inverse_rms * weight
         return normed.to(x.dtype)
 
 
-class RopeNormOverTp(RMSNormOverTp):
+class RopeNormOverTp(RopeNorm, RMSNormOverTp):
     """Norms all heads of a token together, then rotates each by position. For tp of size 1: a rank has all heads."""
-
-    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
-        super().__init__(width, eps, world)
-        rotate = kernels[rope]
-        self.norm_rope = partial(kernels[norm_rope], norm=self.apply_rmsnorm, rotate=rotate)
-
-    def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
-        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)

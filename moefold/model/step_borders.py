@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.model.steps import Around, Carry, PassKey, PassKind, Step
 
+Crossing = Callable[[], None]  # what a border calls in backward
+
 
 def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
@@ -29,10 +31,11 @@ class StepBorder(torch.autograd.Function):
     """The identity on its tensors. Its backward calls `cross` first."""
 
     @staticmethod
-    def forward(ctx: Any, cross: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, cross: Crossing, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.cross = cross
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in tensors)
+        outputs = [x.detach() for x in tensors]
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -40,13 +43,17 @@ class StepBorder(torch.autograd.Function):
         return None, *gradients
 
 
-def carry_through_border(carry: Carry, cross: Callable[[], None]) -> Carry:
+def carry_through_border(carry: Carry, cross: Crossing) -> Carry:
     """The same carry behind a border. A tensor that the carry holds twice stays one tensor."""
     flat, structure = tree_flatten(carry)
-    inputs = {id(leaf): leaf for leaf in flat if is_differentiable(leaf)}
+    inputs: dict[int, Tensor] = {}
+    for leaf in flat:
+        if is_differentiable(leaf):
+            inputs[id(leaf)] = leaf
     if not inputs:
         return carry
-    outputs = StepBorder.apply(cross, *inputs.values())
+    tensors = inputs.values()
+    outputs = StepBorder.apply(cross, *tensors)
     crossed = dict(zip(inputs, outputs, strict=True))  # pyright: ignore[reportArgumentType]
     leaves = [crossed.get(id(leaf), leaf) for leaf in flat]
     return tree_unflatten(leaves, structure)
@@ -90,9 +97,11 @@ class ObservedSteps:
         self.notify_before(earlier, "D")
 
     def notify_before(self, step: Step, kind: PassKind) -> None:
+        key = self.key
         for observer in self.observers:
-            observer.before(step, kind, self.key)
+            observer.before(step, kind, key)
 
     def notify_after(self, step: Step, kind: PassKind) -> None:
+        key = self.key
         for observer in reversed(self.observers):
-            observer.after(step, kind, self.key)
+            observer.after(step, kind, key)

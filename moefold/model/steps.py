@@ -9,8 +9,8 @@ a policy is attached (memory/policy.py). An observer is called before and after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -19,11 +19,14 @@ from torch import nn
 
 from moefold.anatomy.step_specs import StepSpec
 from moefold.config.memory_regions import REGIONS
-from moefold.layout.rerun import rerunning
+from moefold.layout.rerun import RERUN, rerunning
 from moefold.layout.token_numbers import computing_tokens
 
 Carry = dict[str, Any]
+StepRun = Callable[[Carry], Carry]
+StepMethods = dict[str, StepRun]
 PassKind = Literal["F", "D"]  # forward; backward, which gives the data gradient
+AnyFunction = Callable[..., Any]
 PassKey = tuple[int, int]  # stage, microbatch
 
 
@@ -32,11 +35,12 @@ class Step:
     """A step of the anatomy with the code that runs it. `layer`: the number of its layer, if it belongs to one."""
 
     spec: StepSpec
-    run: Callable[[Carry], Carry]
+    run: StepRun
     layer: int | None = None
 
 
-StepRewrite = Callable[[list[Step]], list[Step]]
+Steps = list[Step]
+StepRewrite = Callable[[Steps], Steps]
 
 
 class Around(Protocol):
@@ -52,20 +56,39 @@ class Around(Protocol):
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None: ...
 
 
-def bind_steps(specs: Sequence[StepSpec], methods: Mapping[str, Callable[[Carry], Carry]], layer: int) -> list[Step]:
+def bind_steps(specs: Sequence[StepSpec], methods: StepMethods, layer: int) -> Steps:
     """Each step of a layer's anatomy with the method of its name."""
-    return [Step(spec, partial(run_with_tokens, methods[spec.name]), layer) for spec in specs]
+    steps: Steps = []
+    for spec in specs:
+        run = methods[spec.name]
+        step = Step(spec, run, layer)
+        steps.append(step)
+    return steps
 
 
-def run_with_tokens(run: Callable[[Carry], Carry], carry: Carry) -> Carry:
+def with_token_numbers(steps: Steps) -> Steps:
+    """Steps whose products round by token (precision/linear.py, `rounds_by_token`)."""
+    numbered: Steps = []
+    for step in steps:
+        run = partial(run_with_tokens, step.run)
+        numbered_step = replace(step, run=run)
+        numbered.append(numbered_step)
+    return numbered
+
+
+def run_with_tokens(run: StepRun, carry: Carry) -> Carry:
     """Run a step whose products may ask which tokens their rows are."""
-    with computing_tokens(carry["token_shard"].numbers_of_rows):
+    shard = carry["token_shard"]
+    with computing_tokens(shard.numbers_of_rows):
         return run(carry)
 
 
 def drop_from_carry(carry: Carry, *names: str) -> Carry:
     """The carry without entries that no later step reads, so that their memory can be freed."""
-    return {name: value for name, value in carry.items() if name not in names}
+    kept = carry.copy()
+    for name in names:
+        kept.pop(name, None)
+    return kept
 
 
 def run_step_sequence(steps: Sequence[Step], carry: Carry) -> Carry:
@@ -74,7 +97,7 @@ def run_step_sequence(steps: Sequence[Step], carry: Carry) -> Carry:
     return carry
 
 
-def steps_as_given(steps: list[Step]) -> list[Step]:
+def steps_as_given(steps: Steps) -> Steps:
     """The rewrite of a step list that changes nothing."""
     return steps
 
@@ -86,18 +109,27 @@ def rerun_step(step: Step, carry: Carry, key: PassKey) -> Carry:
         return step.run(carry)
 
 
+def inside_recompute() -> bool:
+    """Whether this forward repeats one that was counted and recorded: inside `rerunning`, or inside any backward."""
+    if RERUN.key is not None:
+        return True
+    task: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
+    return task != -1
+
+
 class Region(nn.Module):
     """A named place inside a step where a memory policy may act. Names are those of config/memory_regions.py."""
 
     def __init__(self, name: str):
         super().__init__()
-        if name not in REGIONS or not REGIONS[name].inside:
-            inside = [region.name for region in REGIONS.values() if region.inside]
+        regions = REGIONS.values()
+        inside = [region.name for region in regions if region.inside]
+        if name not in inside:
             raise ValueError(f'no region "{name}" inside a step; config/memory_regions.py has: {", ".join(inside)}')
         self.name = name
-        self.around: Callable[..., Any] = call_directly  # a policy's method, once one is attached
+        self.around: AnyFunction = call_directly  # a policy's method, once one is attached
 
-    def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+    def forward(self, fn: AnyFunction, *inputs: Any) -> Any:
         return self.around(fn, *inputs)
 
 
@@ -106,12 +138,12 @@ class FollowsFromFirst:
     """A region's function whose outputs all follow from the first, as `again(first)`. A policy that rebuilds them keeps
     that output, which others keep too, instead of the inputs."""
 
-    run: Callable[..., Any]
+    run: AnyFunction
     again: Callable[[Any], Any]
 
     def __call__(self, *inputs: Any) -> Any:
         return self.run(*inputs)
 
 
-def call_directly(fn: Callable[..., Any], *inputs: Any) -> Any:
+def call_directly(fn: AnyFunction, *inputs: Any) -> Any:
     return fn(*inputs)

@@ -28,7 +28,7 @@ class TokenShard:
     cp: Axis
     tp: Axis
     device: torch.device
-    first: int = 0  # the number of the first sequence in the run's order, the same on any layout
+    first: int | Tensor = 0  # the number of the first sequence in the run's order, the same on any layout
     begins_BS: Tensor | None = None  # where the document of each position begins, if tokens see no other
     span: TokenSpan = field(init=False)  # which tokens of its cp rank's sequences this rank has
 
@@ -42,7 +42,8 @@ class TokenShard:
     @property
     def local_positions(self) -> Tensor:
         """The positions of every sequence that this cp rank holds, in the order in which it holds them."""
-        return self.joined[self.cp.index]
+        cp_rank = self.cp.index
+        return self.joined[cp_rank]
 
     @property
     def joined(self) -> Tensor:
@@ -53,11 +54,12 @@ class TokenShard:
     @property
     def sequence_order(self) -> Tensor:
         """For each position 0..S-1, where it stands when the cp ranks' positions are joined."""
-        return self.joined.flatten().argsort()
+        return order_by_position(self.joined)
 
     def slice_for_cp_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this cp rank's tokens: (C,)."""
-        return self.positions_held(x_BS).flatten()
+        held = self.positions_held(x_BS)
+        return held.flatten()
 
     def positions_held(self, x_BS: Tensor) -> Tensor:
         """What belongs to the positions of this cp rank: (B, S / cp, ...)."""
@@ -67,14 +69,18 @@ class TokenShard:
 
     def slice_for_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this rank's own tokens: (T, ...), of something known for all tokens: (B, S, ...)."""
-        x_C = self.positions_held(x_BS).flatten(0, 1)
-        parts = x_C.chunk(self.tp.size)
-        return parts[self.tp.index]
+        held = self.positions_held(x_BS)
+        x_C = held.flatten(0, 1)
+        tp = self.tp
+        parts = x_C.chunk(tp.size)
+        return parts[tp.index]
 
     def gather_all_tokens(self, x_T: Tensor, over: Axis) -> Tensor:
         """The reverse, without gradients: (B, S, ...) of what each rank has for its tokens; `over` is cp x tp."""
-        gathered = all_gather_no_grad(x_T.detach(), over)
-        shape = (self.cp.size, self.sequences, -1)
+        values = x_T.detach()
+        gathered = all_gather_no_grad(values, over)
+        ranks = self.cp.size
+        shape = (ranks, self.sequences, -1)
         by_cp_rank = gathered.unflatten(0, shape)
         by_sequence = by_cp_rank.transpose(0, 1)
         as_held = by_sequence.flatten(1, 2)
@@ -89,13 +95,16 @@ class TokenShard:
     def number_BS(self) -> Tensor:
         count = self.sequences * self.length
         numbers = torch.arange(count, device=self.device)
+        by_sequence = numbers.view(self.sequences, -1)
         first = self.first * self.length
-        return numbers.view(self.sequences, -1) + first
+        return by_sequence + first
 
     def numbers_of_rows(self, rows: int) -> Tensor:
         """Numbers of this rank's own tokens, or of all tokens of its cp rank, whichever are so many."""
         number_C = self.slice_for_cp_rank(self.number_BS)
-        return number_C if len(number_C) == rows else self.token_number_T
+        if len(number_C) == rows:
+            return number_C
+        return self.token_number_T
 
     @property
     def sequence_index_T(self) -> Tensor:
@@ -113,13 +122,16 @@ class TokenShard:
         sequence_T = self.sequence_index_T
         tokens = len(sequence_T)
         first = self.tp.index * tokens
-        within = torch.arange(tokens, device=self.device) + first
+        places = torch.arange(tokens, device=self.device)
+        within = first + places
         per_sequence = self.length // self.cp.size
         position_T = self.local_positions[within % per_sequence]
         return position_T * self.sequences + sequence_T
 
 
-def make_token_shard(tokens_BS: Tensor, world: World, first: int = 0, begins_BS: Tensor | None = None) -> TokenShard:
+def make_token_shard(
+    tokens_BS: Tensor, world: World, first: int | Tensor = 0, begins_BS: Tensor | None = None
+) -> TokenShard:
     sequences, length = tokens_BS.shape
     cp = world.axis("cp")
     tp = world.axis("tp")
@@ -132,7 +144,16 @@ def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:
     every = torch.arange(length, device=device)
     if cp == 1:
         return every[None]
-    chunks = every.view(2 * cp, -1)
+    count = 2 * cp
+    chunks = every.view(count, -1)
+    from_end = chunks.flip(0)
     early = chunks[:cp]
-    late = chunks.flip(0)[:cp]
-    return torch.cat((early, late), dim=1)
+    late = from_end[:cp]
+    both = (early, late)
+    return torch.cat(both, dim=1)
+
+
+def order_by_position(positions: Tensor) -> Tensor:
+    """For each of these positions, from the lowest on, where it stands when all of them are joined."""
+    joined = positions.flatten()
+    return joined.argsort()

@@ -23,12 +23,14 @@ from moefold.model.block import make_transformer_block
 from moefold.model.embedding import Embedding
 from moefold.model.head import FinalNorm, Head
 from moefold.model.moe.balance import LayerLoads, remember_global_shares, update_selection_biases
-from moefold.model.moe.router import ExpertLoad
+from moefold.model.moe.router import ExpertLoad, expert_loads
 from moefold.model.mtp import MtpLayer, labels_shifted_by, tokens_shifted_by
 from moefold.model.norm import ResidualStream
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Carry, Step, StepRewrite, drop_from_carry, run_step_sequence, steps_as_given
+from moefold.model.steps import Carry, Step, StepRewrite, Steps, drop_from_carry, run_step_sequence, steps_as_given
 from moefold.model.token_layout import TokenShard, make_token_shard
+
+ImposedExperts = Mapping[int, Tensor]  # expert ids (B, S, K) by layer
 
 
 class MicrobatchLosses(NamedTuple):
@@ -43,16 +45,17 @@ class MicrobatchLosses(NamedTuple):
 class NumberedModules(nn.Module):
     """Modules under their numbers in the whole model, of which a pipeline stage holds some: names stay the same."""
 
-    def __init__(self, members: Mapping[int, nn.Module]):
-        super().__init__()
-        for number, member in members.items():
-            self.add_module(str(number), member)
+    def hold(self, number: int, member: nn.Module) -> None:
+        name = str(number)
+        self.add_module(name, member)
 
     def __getitem__(self, number: int) -> Any:
-        return self._modules[str(number)]
+        name = str(number)
+        return self._modules[name]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._modules.values())
+        members = self._modules.values()
+        return iter(members)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -66,46 +69,51 @@ class Transformer(nn.Module):
         self.model = model
         self.world = parts.world
         self.rewrite_steps: StepRewrite = steps_as_given  # memory policies may join steps (memory/policy.py)
-        self.stages = [whole_model_stage(model)] if stages is None else list(stages)
-        kernels = parts.kernels
-        predicts = any(stage.predicts for stage in self.stages)
-        ties_embedding = predicts and model.tied_head
+        if stages is None:
+            stages = [whole_model_stage(model)]
+        self.stages = list(stages)
+        predicts = any(stage.predicts for stage in stages)
+        is_tied = predicts and model.tied_head
         # in the order of the model: embedding, blocks, head, layers that look ahead
-        if ties_embedding or any(stage.uses_embedding for stage in self.stages):
-            self.embedding = Embedding(model, kernels, parts.world)
-        blocks: dict[int, nn.Module] = {}
-        for stage in self.stages:
+        embeds = any(stage.uses_embedding for stage in stages)
+        if embeds or is_tied:
+            self.embedding = Embedding(model, parts)
+        self.blocks = NumberedModules()
+        for stage in stages:
             for layer in stage.layers:
-                blocks[layer] = make_transformer_block(model, layer, parts)
-        self.blocks = NumberedModules(blocks)
+                block = make_transformer_block(model, layer, parts)
+                self.blocks.hold(layer, block)
+        norms = any(stage.uses_final_norm for stage in stages)
         if predicts:
-            tied = self.embedding if ties_embedding else None
-            self.head = Head(model, tied, kernels, parts.world)
-        elif any(stage.uses_final_norm for stage in self.stages):
-            self.head = FinalNorm(model, kernels, parts.world)
-        ahead: dict[int, nn.Module] = {}
-        for stage in self.stages:
+            tied = self.embedding if is_tied else None
+            self.head = Head(model, tied, parts)
+        elif norms:
+            self.head = FinalNorm(model, parts)
+        self.ahead = NumberedModules()
+        for stage in stages:
             for depth in stage.ahead:
-                ahead[depth - 1] = MtpLayer(model, depth, parts)
-        self.ahead = NumberedModules(ahead)
+                mtp_layer = MtpLayer(model, depth, parts)
+                self.ahead.hold(depth - 1, mtp_layer)
 
     def begin(
         self,
         tokens_BS: Tensor,
         labels_BS: Tensor | None = None,
-        first: int = 0,
+        first: int | Tensor = 0,
         begins_BS: Tensor | None = None,
-        imposed: Mapping[int, Tensor] | None = None,
+        imposed: ImposedExperts | None = None,
     ) -> Carry:
         """The carry of a microbatch before the first step."""
+        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS)
         any_weight = next(self.parameters())
         wide = torch.promote_types(any_weight.dtype, torch.float32)
+        no_loss = tokens_BS.new_zeros((), dtype=wide)
         return {
             "tokens_BS": tokens_BS,
             "labels_BS": labels_BS,
             "imposed": imposed or {},
-            "token_shard": make_token_shard(tokens_BS, self.world, first, begins_BS),
-            "aux": tokens_BS.new_zeros((), dtype=wide),
+            "token_shard": token_shard,
+            "aux": no_loss,
             "streams": [],
         }
 
@@ -113,86 +121,112 @@ class Transformer(nn.Module):
 
     def embed(self, carry: Carry) -> Carry:
         shard = carry["token_shard"]
-        tokens_C = shard.slice_for_cp_rank(carry["tokens_BS"])
+        tokens_BS = carry["tokens_BS"]
+        tokens_C = shard.slice_for_cp_rank(tokens_BS)
         x_TD = self.embedding(tokens_C)
-        return {**carry, "stream": ResidualStream(x_TD)}
+        stream = ResidualStream(x_TD)
+        return {**carry, "stream": stream}
 
     def look_ahead(self, layer: MtpLayer, carry: Carry) -> Carry:
         """The input of a layer of multi-token prediction: the normed stream that the head reads for the token before
         (the model's own, or that of the MTP layer before), joined with the next token. Published weights of such layers
         were trained on this."""
         shard = carry["token_shard"]
-        next_tokens_BS = tokens_shifted_by(carry["tokens_BS"], layer.depth)
+        tokens_BS = carry["tokens_BS"]
+        depth = layer.depth
+        next_tokens_BS = tokens_shifted_by(tokens_BS, depth)
         next_tokens_C = shard.slice_for_cp_rank(next_tokens_BS)
         streams = self.normed_streams(carry)
         token_TD = self.embedding(next_tokens_C)
-        x_TD = layer(streams[-1], token_TD)
-        stream = ResidualStream(x_TD)
-        return {**carry, "streams": streams, "stream": stream, "aux_before": carry["aux"]}
+        known_TD = streams[-1]
+        x_TD = layer(known_TD, token_TD)
+        next_carry = carry.copy()
+        next_carry["streams"] = streams
+        next_carry["stream"] = ResidualStream(x_TD)
+        next_carry["aux_before"] = carry["aux"]
+        return next_carry
 
     def set_aside(self, layer: MtpLayer, carry: Carry) -> Carry:
         """Keeps the normed stream of an MTP layer for its loss. The layer's balance losses get the weight of that
         loss."""
         before = carry["aux_before"]
-        weight = self.model.mtp_loss / self.model.mtp
-        aux = before + weight * (carry["aux"] - before)
-        _, h_TD = carry["stream"].normed(layer.norm)
-        streams = [*carry["streams"], h_TD]
-        kept = drop_from_carry(carry, "aux_before")
-        return {**kept, "streams": streams, "aux": aux}
+        of_layer = carry["aux"] - before
+        model = self.model
+        weight = model.mtp_loss / model.mtp
+        stream = carry["stream"]
+        _, h_TD = stream.normed(layer.norm)
+        next_carry = drop_from_carry(carry, "aux_before")
+        next_carry["aux"] = before + weight * of_layer
+        next_carry["streams"] = [*carry["streams"], h_TD]
+        return next_carry
 
     def predict(self, carry: Carry) -> Carry:
         """One loss for each normed stream: the model's own, and those of MTP layers."""
         shard = carry["token_shard"]
+        labels_BS = carry["labels_BS"]
+        streams = self.normed_streams(carry)
         losses = []
-        for depth, h_TD in enumerate(self.normed_streams(carry)):
-            labels_C = labels_ahead(carry["labels_BS"], depth, shard)
-            losses.append(self.head(h_TD, labels_C))
-        return {**carry, "losses_1M": torch.stack(losses)}
+        for depth, h_TD in enumerate(streams):
+            labels_C = labels_ahead(labels_BS, depth, shard)
+            loss = self.head(h_TD, labels_C)
+            losses.append(loss)
+        losses_1M = torch.stack(losses)
+        return {**carry, "losses_1M": losses_1M}
 
     def normed_streams(self, carry: Carry) -> list[Tensor]:
         """What the head reads: the model's own normed stream first, then those that MTP layers have set aside."""
-        return carry["streams"] or [self.head_input(carry)]
+        set_aside = carry["streams"]
+        return set_aside or [self.head_input(carry)]
 
     def head_input(self, carry: Carry) -> Tensor:
         """The stream behind the final norm."""
-        _, h_TD = carry["stream"].normed(self.head.norm)
+        stream = carry["stream"]
+        _, h_TD = stream.normed(self.head.norm)
         return h_TD
 
     # ---- lists of steps ----
 
-    def body(self, stage: Stage) -> list[Step]:
+    def body(self, stage: Stage) -> Steps:
         """A stage's steps up to the head. MTP layers run in training only. The head's norm adds the last layer's
         output; a stage without the head adds it itself, since one tensor is sent to the next stage."""
-        steps: list[Step] = []
+        steps: Steps = []
         if stage.embeds:
             spec = embed_step(self.model)
-            steps.append(Step(spec, self.embed))
+            step = Step(spec, self.embed)
+            steps.append(step)
         for layer in stage.layers:
-            steps += self.blocks[layer].steps()
+            block = self.blocks[layer]
+            steps += block.steps()
         if self.training:
             for depth in stage.ahead:
-                steps += self.bound_mtp_steps(self.ahead[depth - 1])
+                mtp_layer = self.ahead[depth - 1]
+                steps += self.bound_mtp_steps(mtp_layer)
         if steps and not stage.predicts:
             last = steps.pop()
-            settling = replace(last, run=partial(run_and_settle, last))
+            run = partial(run_and_settle, last)
+            settling = replace(last, run=run)
             steps.append(settling)
         return steps
 
-    def bound_mtp_steps(self, layer: MtpLayer) -> list[Step]:
+    def bound_mtp_steps(self, layer: MtpLayer) -> Steps:
+        block = layer.block
+        number = block.layer
+        model = self.model
         look_ahead = partial(self.look_ahead, layer)
         set_aside = partial(self.set_aside, layer)
-        number = layer.block.layer
-        first = Step(look_ahead_step(self.model), look_ahead, number)
-        last = Step(set_aside_step(self.model), set_aside, number)
-        return [first, *layer.block.steps(), last]
+        first_spec = look_ahead_step(model)
+        last_spec = set_aside_step(model)
+        first = Step(first_spec, look_ahead, number)
+        last = Step(last_spec, set_aside, number)
+        return [first, *block.steps(), last]
 
-    def steps(self, stage: Stage) -> list[Step]:
+    def steps(self, stage: Stage) -> Steps:
         """A stage's steps, up to the losses if it has them."""
         steps = self.body(stage)
         if stage.predicts:
             spec = predict_step(self.model)
-            steps.append(Step(spec, self.predict))
+            step = Step(spec, self.predict)
+            steps.append(step)
         return self.rewrite_steps(steps)
 
     # ---- calls on a rank that holds all stages ----
@@ -201,24 +235,28 @@ class Transformer(nn.Module):
         self,
         tokens_BS: Tensor,
         labels_BS: Tensor,
-        first: int = 0,
+        first: int | Tensor = 0,
         begins_BS: Tensor | None = None,
-        imposed: Mapping[int, Tensor] | None = None,
+        imposed: ImposedExperts | None = None,
     ) -> MicrobatchLosses:
         """`first` is the number of the first sequence in the run's order. `begins_BS` is where the document of each
         token begins, if attention stays within documents. `imposed` are expert ids (B, S, K) by layer that replace the
         routers' choices."""
         carry = self.begin(tokens_BS, labels_BS, first, begins_BS, imposed)
         for stage in self.stages:
-            carry = run_step_sequence(self.steps(stage), carry)
+            steps = self.steps(stage)
+            carry = run_step_sequence(steps, carry)
         losses_1M = carry["losses_1M"]
-        return MicrobatchLosses(losses_1M[0], carry["aux"], losses_1M[1:])
+        loss = losses_1M[0]
+        balance = carry["aux"]
+        return MicrobatchLosses(loss, balance, losses_1M[1:])
 
     def logits(self, ids_BS: Tensor) -> Tensor:
         """All logits (B, S, V)."""
         carry = self.begin(ids_BS)
         for stage in self.stages:
-            carry = run_step_sequence(self.body(stage), carry)
+            steps = self.body(stage)
+            carry = run_step_sequence(steps, carry)
         return self.logits_from_carry(carry)
 
     def logits_from_carry(self, carry: Carry) -> Tensor:
@@ -226,35 +264,44 @@ class Transformer(nn.Module):
         shard = carry["token_shard"]
         h_TD = self.head_input(carry)
         logits_CV = self.head(h_TD)
-        logits_BSV = logits_CV.unflatten(0, (shard.sequences, -1))
-        gathered_SBV = all_gather(logits_BSV.transpose(0, 1), shard.cp)
-        return gathered_SBV[shard.sequence_order].transpose(0, 1)
+        by_sequence = (shard.sequences, -1)
+        held_BsV = logits_CV.unflatten(0, by_sequence)
+        held_sBV = held_BsV.transpose(0, 1)
+        gathered_SBV = all_gather(held_sBV, shard.cp)
+        in_order_SBV = gathered_SBV[shard.sequence_order]
+        return in_order_SBV.transpose(0, 1)
 
     def labelled_token_counts(self, labels_BS: Tensor) -> Tensor:
         """The number of this cp rank's tokens that have a label, for `cross_entropy` and each loss of `ahead_M`: (1 +
         M,)."""
         shard = make_token_shard(labels_BS, self.world)
         counts = []
-        for depth in range(1 + self.model.mtp):
+        losses = 1 + self.model.mtp
+        for depth in range(losses):
             labels_C = labels_ahead(labels_BS, depth, shard)
             is_labelled = labels_C != IGNORE_INDEX
-            counts.append(is_labelled.sum())
+            count = is_labelled.sum()
+            counts.append(count)
         return torch.stack(counts)
 
     # ---- expert load ----
 
     def loads(self) -> list[ExpertLoad]:
-        return [module for module in self.modules() if isinstance(module, ExpertLoad)]
+        return expert_loads(self)
 
     def remember_batch_shares(self) -> None:
         """After a counting pass over the whole batch: the shares that the balance loss over it needs."""
-        remember_global_shares(self.loads(), self.world.dp_cp_tp)
+        everyone = self.world.dp_cp_tp
+        loads = self.loads()
+        remember_global_shares(loads, everyone)
 
-    def balance(self, sound: Tensor | bool = True, pace: float = 1.0) -> LayerLoads:
+    def balance(self, sound: Tensor | bool = True, pace: float | Tensor = 1.0) -> LayerLoads:
         """After a step: moves the selection biases, unless the step was not `sound`; `pace` is the learning rate as a
         share of its highest. Returns the load of every layer's experts."""
         loads = self.loads()
-        return update_selection_biases(loads, self.model.moe, self.world.dp_cp_tp, sound, pace)
+        moe = self.model.moe
+        everyone = self.world.dp_cp_tp
+        return update_selection_biases(loads, moe, everyone, sound, pace)
 
 
 def labels_ahead(labels_BS: Tensor, depth: int, shard: TokenShard) -> Tensor:
@@ -266,5 +313,6 @@ def labels_ahead(labels_BS: Tensor, depth: int, shard: TokenShard) -> Tensor:
 def run_and_settle(step: Step, carry: Carry) -> Carry:
     """The step, with its output added to the stream."""
     carry = step.run(carry)
-    settled = carry["stream"].settled()
-    return {**carry, "stream": ResidualStream(settled)}
+    stream = carry["stream"]
+    settled = ResidualStream(stream.settled())
+    return {**carry, "stream": settled}

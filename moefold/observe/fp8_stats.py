@@ -13,8 +13,9 @@ lowest such mean so far, and above LEVELS["error"]; or the same of its underflow
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Literal, NamedTuple
@@ -48,7 +49,9 @@ class OperandSums(NamedTuple):
     def figures(self) -> Figures:
         if not self.values:
             return dict.fromkeys(FIGURES)
-        error = self.squared_error / self.squares if self.squares else math.nan
+        error = math.nan
+        if self.squares:
+            error = self.squared_error / self.squares
         found = {
             "amax": self.amax,
             "error": math.sqrt(error),
@@ -71,7 +74,9 @@ class ProductOperands(NamedTuple):
 
 
 def rounded(value: float) -> float | None:
-    return float(f"{value:.{WRITTEN_DIGITS}g}") if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.{WRITTEN_DIGITS}g}")
 
 
 def fp8_record(step: int, products: Sequence[ProductOperands]) -> Record:
@@ -82,27 +87,33 @@ def fp8_record(step: int, products: Sequence[ProductOperands]) -> Record:
     for kind in OPERAND_KINDS:
         operands: list[OperandSums] = [getattr(each, kind) for each in products]
         found = [operand.figures() for operand in operands]
-        record[kind] = {name: [each[name] for each in found] for name in FIGURES}
+        by_figure: dict[str, list[float | None]] = {}
+        for name in FIGURES:
+            by_figure[name] = [figures[name] for figures in found]
+        record[kind] = by_figure
     return record
 
 
 def layer_extremes(record: Record, kind: str, figure: str) -> dict[int, float]:
     """The worst product of each layer: the lowest of `scale_low`, the highest of all others."""
     worse = min if figure == "scale_low" else max
+    layers = record["layers"]
+    values = record[kind][figure]
     found: dict[int, float] = {}
-    for layer, value in zip(record["layers"], record[kind][figure], strict=True):
+    for layer, value in zip(layers, values, strict=True):
         if value is not None:
-            found[layer] = worse(found.get(layer, value), value)
+            worst = found.get(layer, value)
+            found[layer] = worse(worst, value)
     return found
 
 
 def layer_curves(record: Record) -> Record:
     """The figures of each layer by the name of their curve in TensorBoard."""
     curves: Record = {"step": record["step"]}
-    for kind in OPERAND_KINDS:
-        for figure in FIGURES:
-            for layer, value in layer_extremes(record, kind, figure).items():
-                curves[f"fp8_{kind}_{figure}/layer_{layer}"] = value
+    for kind, figure in product(OPERAND_KINDS, FIGURES):
+        extremes = layer_extremes(record, kind, figure)
+        for layer, value in extremes.items():
+            curves[f"fp8_{kind}_{figure}/layer_{layer}"] = value
     return curves
 
 
@@ -124,11 +135,20 @@ class Fp8Log:
         record["warnings"] = warnings
         self.lines.write(record)
         if self.curves:
-            self.curves.write(layer_curves(record))
+            curves = layer_curves(record)
+            self.curves.write(curves)
         return warnings
 
     def close(self) -> None:
         self.lines.close()
+
+
+class FigureKey(NamedTuple):
+    """A figure of an operand of a product."""
+
+    product: str
+    kind: str
+    figure: str
 
 
 class WatchedFigure:
@@ -143,7 +163,8 @@ class WatchedFigure:
         if len(self.last) < WINDOW:
             return False
         self.lowest = min(self.lowest, self.mean)
-        return self.mean > max(level, GROWTH * self.lowest)
+        limit = max(level, GROWTH * self.lowest)
+        return self.mean > limit
 
     @property
     def mean(self) -> float:
@@ -154,32 +175,36 @@ class GrowthWatch:
     """Warns once for each layer that has an operand whose error or underflow grows."""
 
     def __init__(self) -> None:
-        self.figures: dict[tuple[str, str, str], WatchedFigure] = {}
+        self.figures = defaultdict[FigureKey, WatchedFigure](WatchedFigure)
         self.warned: set[int] = set()
 
     def look(self, record: Record) -> list[str]:
         """The warnings of a recorded step."""
         warnings: list[str] = []
-        for layer, product, kind, figure in self.growing(record):
+        for layer, key in self.growing(record):
             if layer not in self.warned:
                 self.warned.add(layer)
-                warnings.append(self.describe(layer, product, kind, figure))
+                warning = self.describe(layer, key)
+                warnings.append(warning)
         return warnings
 
-    def growing(self, record: Record) -> Iterator[tuple[int, str, str, str]]:
-        for kind in OPERAND_KINDS:
-            for figure, level in LEVELS.items():
-                values: Iterable[float | None] = record[kind][figure]
-                for layer, product, value in zip(record["layers"], record["products"], values, strict=True):
-                    watched = self.figures.setdefault((product, kind, figure), WatchedFigure())
-                    if value is not None and watched.grows(value, level):
-                        yield layer, product, kind, figure
+    def growing(self, record: Record) -> Iterator[tuple[int, FigureKey]]:
+        layers = record["layers"]
+        names = record["products"]
+        for kind, (figure, level) in product(OPERAND_KINDS, LEVELS.items()):
+            values = record[kind][figure]
+            for layer, name, value in zip(layers, names, values, strict=True):
+                key = FigureKey(name, kind, figure)
+                watched = self.figures[key]
+                if value is not None and watched.grows(value, level):
+                    yield layer, key
 
-    def describe(self, layer: int, product: str, kind: str, figure: str) -> str:
-        watched = self.figures[product, kind, figure]
-        block = ".".join(product.split(".")[:2])
+    def describe(self, layer: int, key: FigureKey) -> str:
+        watched = self.figures[key]
+        blocks, number, *_ = key.product.split(".")
+        block = f"{blocks}.{number}"
         return (
-            f"warning: the FP8 error of layer {layer} grows: {figure} of the {kind} of {product} is "
+            f"warning: the FP8 error of layer {layer} grows: {key.figure} of the {key.kind} of {key.product} is "
             f"{watched.mean:.2%}, and was {watched.lowest:.2%} (means of {WINDOW} recorded steps); "
             f'--precision.recipes "{block}.*: plain" leaves the layer unquantised, and a recipe with more scales, '
             "such as fp8_block, rounds less"

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 Record = dict[str, Any]  # of one step: `step` and its measurements
 
+LONGEST_RECORD = 64 << 20  # bytes that are read at once; the parts of a longer line are no records
+
 
 class MetricsSink(Protocol):
     """A place that metrics are written to."""
@@ -53,7 +55,7 @@ def iterate_records(path: Path) -> Iterator[Record]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
+        while line := file.readline(LONGEST_RECORD):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):  # brackets without end are no record either
@@ -63,7 +65,10 @@ def iterate_records(path: Path) -> Iterator[Record]:
 
 
 def is_record(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("step"), int)
+    if not isinstance(value, dict):
+        return False
+    step: Any = value.get("step")  # pyright: ignore[reportUnknownMemberType]
+    return isinstance(step, int)
 
 
 class TensorBoard:

@@ -122,8 +122,16 @@ class StepProfile:
     @property
     def busy_seconds(self) -> float:
         """The time in which anything ran: kernels of several streams may run at once."""
-        lengths = [end - start for start, end, _ in self.busy_stretches()]
-        return sum(lengths)
+        seconds = 0
+        for start, end, _ in self.busy_stretches():
+            seconds += end - start
+        return seconds
+
+    @property
+    def launch_overhead(self) -> float:
+        """The share of the step in which nothing ran: the device waited for the host."""
+        busy_share = self.busy_seconds / self.seconds
+        return 1 - busy_share
 
     def busy_stretches(self) -> Iterator[BusyStretch]:
         """Times in which the device was busy without a break."""
@@ -204,16 +212,16 @@ def read_kineto_events(profiler: torch.profiler.profile, device: str) -> StepPro
     results = profiler.profiler.kineto_results
     assert results is not None
     events = list(results.events())
-    host = [event for event in events if is_on_host(event)]
+    host = list(filter(is_on_host, events))
     phases = PhaseLookup(host)
     if device == "cuda":
         kernels = device_kernels(events, host, phases)
     else:
         kernels = host_operations(host, phases)
-    marks = [host_mark(event) for event in host if is_mark(event)]
+    marks = list(map(host_mark, filter(is_mark, host)))
     # From the host's first event to the end of the last, on the host or on the device.
-    starts = [start_seconds(event) for event in host]
-    ends = [end_seconds(event) for event in host]
+    starts = map(start_seconds, host)
+    ends = list(map(end_seconds, host))
     ends += [kernel.end for kernel in kernels]
     begun = min(starts, default=0.0)
     ended = max(ends, default=begun)
@@ -265,8 +273,9 @@ class PhaseLookup:
         mark = self.marks.innermost(when, thread)
         node = self.nodes.innermost(when, thread)
         if mark is not None and node is None:
-            made = (thread, event.sequence_nr())
-            self.step_of_sequence[made] = phase_of_mark(mark).name
+            made = thread, event.sequence_nr()
+            phase = phase_of_mark(mark)
+            self.step_of_sequence[made] = phase.name
 
     def phase_at(self, when: int, thread: int | None) -> StepPhase:
         """The innermost mark or node around a moment of a thread, or of any thread (None)."""
@@ -274,11 +283,12 @@ class PhaseLookup:
         mark = self.marks.innermost(when, thread)
         if node is None:
             return UNASSIGNED if mark is None else phase_of_mark(mark)
-        if mark is not None and mark.start_ns() >= node.start_ns():
+        is_inside_node = mark is not None and mark.start_ns() >= node.start_ns()
+        if is_inside_node:
             return phase_of_mark(mark)
         if node.sequence_nr() < 0:  # a parameter's gradient is complete
             return StepPhase("add up gradients", "backward")
-        made_by = (node.fwd_thread_id(), node.sequence_nr())
+        made_by = node.fwd_thread_id(), node.sequence_nr()
         step = self.step_of_sequence.get(made_by, UNASSIGNED.name)
         return StepPhase(step, "backward")
 
@@ -295,8 +305,11 @@ class ThreadIntervals:
     def innermost(self, when: int, thread: int | None) -> Any | None:
         """The innermost event around a moment of a thread, or of any thread (None)."""
         threads = list(self.by_thread) if thread is None else [thread]
-        around = [self.last_around(when, each) for each in threads]
-        found = [event for event in around if event is not None]
+        found: list[Any] = []
+        for each in threads:
+            event = self.last_around(when, each)
+            if event is not None:
+                found.append(event)
         return max(found, key=methodcaller("start_ns"), default=None)
 
     def last_around(self, when: int, thread: int) -> Any | None:
@@ -322,7 +335,8 @@ def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[Pr
     operations.pop(0, None)  # no operation: the number that a kernel outside of all has
     kernels: list[ProfiledKernel] = []
     for event in events:
-        if is_on_host(event) or is_mark(event) or event.duration_ns() == 0:
+        duration = event.duration_ns()
+        if is_on_host(event) or is_mark(event) or duration == 0:
             continue
         # The phase is that of the host at the launch, not at the kernel's start.
         around = operations.get(event.linked_correlation_id())
@@ -334,7 +348,6 @@ def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[Pr
             thread = None if around is None else around.start_thread_id()
             phase = phases.phase_at(launched, thread)
         lane = f"stream {event.device_resource_id()}"
-        duration = event.duration_ns()
         kernel = profiled_kernel(event, phase, lane, duration, launched)
         kernels.append(kernel)
     return kernels
@@ -345,7 +358,8 @@ def host_operations(host: Events, phases: PhaseLookup) -> list[ProfiledKernel]:
     inner_times = times_of_inner_operations(host)
     operations: list[ProfiledKernel] = []
     for event in host:
-        own_time = event.duration_ns() - inner_times[id(event)]
+        inner_time = inner_times[id(event)]
+        own_time = event.duration_ns() - inner_time
         if own_time <= 0:
             continue
         thread = event.start_thread_id()
@@ -354,7 +368,8 @@ def host_operations(host: Events, phases: PhaseLookup) -> list[ProfiledKernel]:
             phase = IN_BACKGROUND
         else:
             phase = phases.phase_at(start, thread)
-        operation = profiled_kernel(event, phase, f"thread {thread}", own_time, start)
+        lane = f"thread {thread}"
+        operation = profiled_kernel(event, phase, lane, own_time, start)
         operations.append(operation)
     return operations
 
@@ -379,4 +394,5 @@ def profiled_kernel(event: Any, phase: StepPhase, lane: str, nanoseconds: int, l
     start = start_seconds(event)
     end = end_seconds(event)
     own_seconds = nanoseconds / 1e9
-    return ProfiledKernel(event.name(), phase, lane, start, end, own_seconds, launched / 1e9)
+    launch = launched / 1e9
+    return ProfiledKernel(event.name(), phase, lane, start, end, own_seconds, launch)

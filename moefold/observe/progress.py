@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from statistics import mean
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moefold.observe.metrics import Record
 
-def describe_record(record: dict[str, Any]) -> str:
+
+def describe_record(record: Record) -> str:
     """loss 2.103 | 5.1k tok/s | 0.08 TFLOP/s | imbalance 0.42"""
     parts: list[str] = []
     if "loss" in record:
         parts.append(f"loss {record['loss']:.4f}")
+    if "skipped" in record:
+        parts.append(f"skipped, loss scale was {compact_number(record['loss_scale'])}")
     if "val_loss" in record:
         parts.append(f"val {record['val_loss']:.4f}")
     if "tokens_per_s" in record:
@@ -22,9 +25,11 @@ def describe_record(record: dict[str, Any]) -> str:
         parts.append(f"{record['tflops']:.3g} TFLOP/s")
     if record.get("max_violation"):  # a model without experts has none
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
-    if dead := sum(record.get("dead_experts", [])):
+    dead = sum(record.get("dead_experts", []))
+    if dead:
         parts.append(f"dead experts {dead}")
-    if dropped := mean(record.get("drop_rate") or [0.0]):
+    dropped = mean(record.get("drop_rate") or [0.0])
+    if dropped:
         parts.append(f"dropped {100 * dropped:.3g} %")
     return " | ".join(parts)
 
@@ -43,7 +48,7 @@ class SilentProgress:
 
     def print_message(self, text: str) -> None: ...
 
-    def show_record(self, record: dict[str, Any]) -> None: ...
+    def show_record(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
@@ -60,7 +65,7 @@ class LineProgress(SilentProgress):
     def print_message(self, text: str) -> None:
         print(text, flush=True)
 
-    def show_record(self, record: dict[str, Any]) -> None:
+    def show_record(self, record: Record) -> None:
         step = record["step"]
         is_due = step % self.every == 0 or step == self.total
         if is_due or "val_loss" in record:
@@ -96,11 +101,12 @@ class BarProgress(SilentProgress):
         console = self.progress.console
         console.print(text, markup=False, highlight=False)
 
-    def show_record(self, record: dict[str, Any]) -> None:
+    def show_record(self, record: Record) -> None:
+        step = record["step"]
         if "val_loss" in record:
-            self.print_message(f"step {record['step']}: validation loss {record['val_loss']:.4f}")
+            self.print_message(f"step {step}: validation loss {record['val_loss']:.4f}")
         text = describe_record(record)
-        self.progress.update(self.task, completed=record["step"], description=text)
+        self.progress.update(self.task, completed=step, description=text)
 
     def close(self) -> None:
         self.progress.stop()

@@ -35,14 +35,19 @@ class RouterCounts:
 def balance_summary(counts: RouterCounts) -> dict[str, list[Any]]:
     """Balance of a step: each figure is a list with one entry for each MoE layer."""
     loads = counts.load
-    pairs = zip(loads, counts.dropped, strict=True)
+    drop_rates = map(drop_rate, loads, counts.dropped)
     return {
         "max_violation": rounded(map(max_violation, loads)),
         "load_entropy": rounded(map(load_entropy, loads)),
         "dead_experts": [load.count(0) for load in loads],
-        "drop_rate": rounded(dropped / max(sum(load), 1) for load, dropped in pairs),
+        "drop_rate": rounded(drop_rates),
         "moved_bytes": list(counts.moved),
     }
+
+
+def drop_rate(load: Sequence[int], dropped: int) -> float:
+    choices = sum(load)
+    return dropped / max(choices, 1)
 
 
 def rounded(values: Iterable[float]) -> list[float]:
@@ -65,7 +70,8 @@ def load_entropy(load: Sequence[int]) -> float:
         return 1.0
     shares = [choices / total for choices in load if choices]
     terms = [share * math.log(share) for share in shares]
-    return -sum(terms) / math.log(len(load))
+    highest = math.log(len(load))
+    return -sum(terms) / highest
 
 
 class RouterLog:
@@ -96,7 +102,8 @@ class DeadExpertWatch:
         load_LE = np.asarray(counts.load)
         if self.idle_LE is None:
             self.idle_LE = np.zeros_like(load_LE)
-        self.idle_LE = np.where(load_LE == 0, self.idle_LE + 1, 0)
+        is_idle_LE = load_LE == 0
+        self.idle_LE = np.where(is_idle_LE, self.idle_LE + 1, 0)
         is_dead_LE = self.idle_LE == self.patience
         dead: list[str] = []
         for layer, is_dead_E in zip(counts.layers, is_dead_LE, strict=True):
@@ -106,8 +113,9 @@ class DeadExpertWatch:
                 dead.append(f"{noun} {listed_experts(ids)} of layer {layer}")
         if not dead:
             return None
+        experts = "; ".join(dead)
         return (
-            f"warning: {'; '.join(dead)} got no token for {self.patience} steps; "
+            f"warning: {experts} got no token for {self.patience} steps; "
             "raise --model.moe.balance.bias_rate or --model.moe.balance.aux_loss to bring them back"
         )
 
@@ -115,4 +123,5 @@ class DeadExpertWatch:
 def listed_experts(ids: Sequence[int]) -> str:
     """3, 5, 9; of many ids, the first eight and the number of the others."""
     shown = ", ".join(map(str, ids[:8]))
-    return shown if len(ids) <= 8 else f"{shown} and {len(ids) - 8} more"
+    others = len(ids) - 8
+    return shown if others <= 0 else f"{shown} and {others} more"

@@ -57,15 +57,20 @@ def lane_names(events: Sequence[TraceEvent]) -> list[str]:
 
 def track_records(events: Sequence[TraceEvent], lanes: list[str]) -> list[TraceRecord]:
     """Names and order of processes (ranks) and threads (lanes)."""
-    ranks = {event.rank for event in events}
-    tracks = {(event.rank, lanes.index(event.lane)) for event in events}
+    ranks: set[int] = set()
+    tracks: set[tuple[int, int]] = set()
+    for event in events:
+        lane = lanes.index(event.lane)
+        ranks.add(event.rank)
+        tracks.add((event.rank, lane))
     records: list[TraceRecord] = []
     for rank in sorted(ranks):
-        record = metadata_record("process_name", rank, name=f"rank {rank}")
-        records.append(record)
-        records.append(metadata_record("process_sort_index", rank, sort_index=rank))
+        name = metadata_record("process_name", rank, name=f"rank {rank}")
+        place = metadata_record("process_sort_index", rank, sort_index=rank)
+        records += [name, place]
     for rank, lane in sorted(tracks):
-        record = metadata_record("thread_name", rank, lane, name=lanes[lane])
+        name = lanes[lane]
+        record = metadata_record("thread_name", rank, lane, name=name)
         records.append(record)
     return records
 
@@ -94,7 +99,8 @@ def metadata_record(what: str, rank: int, lane: int = 0, **args: Any) -> TraceRe
 
 
 def write_trace(path: Path, events: Iterable[TraceEvent]) -> None:
-    text = json.dumps(chrome_trace(events))
+    trace = chrome_trace(events)
+    text = json.dumps(trace)
     path.write_text(text, encoding="utf-8")
 
 

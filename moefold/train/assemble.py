@@ -2,63 +2,60 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from moefold.anatomy.products import product_recipes
-from moefold.anatomy.stage_contents import (
-    embedding_ranks,
-    final_norm_ranks,
-    pipeline_stages,
-    rank_of_each_stage,
-)
+from moefold.anatomy.stage_contents import pipeline_stages, rank_of_each_stage
 from moefold.checkpoint.live.logical_tensors import StateProvider
 from moefold.comm.consensus import raise_first_problem
-from moefold.comm.host_objects import broadcast_object, union_of_sets
+from moefold.comm.host_objects import broadcast_object
 from moefold.config.errors import UserError
-from moefold.config.keys import format_value, iterate_keys
 from moefold.config.rules import check_config
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus, load_corpus
 from moefold.data.loader import BatchLoader
+from moefold.data.prepared_corpus import PreparedCorpus, open_prepared, tokenizer_of_prepared
 from moefold.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
 from moefold.dispatch.build import build_dispatcher, choose_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts, facts_from_config, training_precision
-from moefold.kernels.optimizer.add_squares import add_squares
+from moefold.layout.agreement import Terms, code_versions, comparable_settings, differences
 from moefold.layout.axes import World
+from moefold.layout.declare import parameters_without_memory
 from moefold.layout.dtypes import DTYPES
-from moefold.layout.rerun import inside_recompute
 from moefold.memory.choose import attach_configured_policies
+from moefold.memory.graphs import StepGraph, make_step_graph
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts
+from moefold.model.steps import inside_recompute
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
+from moefold.optim.loss_scale import LossScale, make_loss_scale
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.optim.qk_clip import QkClip
+from moefold.optim.step_scalars import StepScalars
+from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
+from moefold.precision.fp8_scatter_sum import attach_fp8_sums
 from moefold.precision.operand_statistics import OperandStatistics
-from moefold.precision.recipes import RecipeState, attach_recipes, weight_formats
+from moefold.precision.recipes import RecipeState, attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
-from moefold.shard.buckets import Bucket, fill_buckets
-from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping
-from moefold.shard.fp8_weights import Fp8Storage
+from moefold.shard.clipping import PreviousNormClipping, make_clipping
+from moefold.shard.gathered_units import GatheredUnits
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
-from moefold.shard.storage import storage_maker
 from moefold.train.routing_replay import open_replay
-from moefold.version import __version__
+from moefold.train.share_out import share_out_model
 
 
 def unobserved_phase(name: str) -> AbstractContextManager[object]:
@@ -80,16 +77,25 @@ class Run:
     executor: Executor
     optimizer: Optimizer
     qk_clip: QkClip
-    clipping: ClippingPolicy
-    parameters: Publisher
-    all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
+    updates: UpdateTimes
+    parameters: Publisher | GatheredUnits
+    loss_scale: LossScale
     scale_histories: ScaleHistories
     operand_statistics: OperandStatistics
     further_state: dict[str, StateProvider]  # saved in checkpoints too
+    skipped_text: tuple[str, ...]  # what data.skip_bad left out
     dispatcher_reason: str
+    pace: StepScalars  # the learning rate as a share of its peak
+    graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
     phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether something looks into the next step, which a replay would hide from it."""
+        records = self.operand_statistics.is_recorded(self.step + 1)
+        return records or bool(self.executor.around) or self.phase is not unobserved_phase
 
 
 def assemble_run(
@@ -104,21 +110,27 @@ def assemble_run(
     config = resolve_auto_values(config, world)
     config = resolve_tokenizer(config, corpus)
     config = check_config(config, world.size)
-    require_agreement(config, world)
+    require_agreement(comparable_settings(config) | code_versions(), world)
     config, dispatcher_reason = resolve_dispatcher(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
-    if corpus is None:
-        corpus = load_corpus(config.data, tokenizer, config.model.vocab)
-    loader, validation = make_loaders(config, corpus, world)
+    text = corpus or open_corpus(config, tokenizer)
+    if world.size > 1:
+        require_agreement({"fingerprint of the data": text.fingerprint()}, world)
+    loader, validation = make_loaders(config, text, world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
     loader.replay = open_replay(config, model, world)
     groups = ParameterGroups(config.optim, kernels)
-    buckets = fill_run_buckets(config, model, world, groups, kernels)
-    gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
-    optimizer = Optimizer(buckets, groups.rules)
+    loss_scale = make_loss_scale(config, world.device)
+    clipping = make_clipping(config.optim.clip_by, config.optim.max_norm, world.device)
+    further_state: dict[str, StateProvider] = {"precision": RecipeState(model), "precision.loss_scale": loss_scale}
+    if isinstance(clipping, PreviousNormClipping):
+        further_state["clipping"] = clipping
     spans = SpanRecorder(world.rank)
+    shared = share_out_model(config, model, world, groups, kernels, spans, weights)
+    gradients = shared.gradients
+    optimizer = Optimizer(shared.buckets, groups.rules)
     return Run(
         config=config,
         world=world,
@@ -128,71 +140,27 @@ def assemble_run(
         validation=validation,
         model=model,
         gradients=gradients,
-        executor=Executor(config, model, gradients, world, spans),
+        executor=Executor(config, model, gradients, world, spans, shared.around),
         optimizer=optimizer,
         qk_clip=QkClip(model, optimizer, config.optim.qk_clip, kernels, world),
-        clipping=GlobalNormClipping(config.optim.max_norm),
-        parameters=Publisher(model, buckets),
-        all_finite=torch.ones((), dtype=torch.bool, device=world.device),
+        updates=make_update_times(config.optim.when, gradients, clipping, optimizer),
+        parameters=shared.parameters,
+        loss_scale=loss_scale,
         scale_histories=ScaleHistories(model, world),
         operand_statistics=OperandStatistics(model, world, config.observe.fp8_every, inside_recompute),
-        further_state={"precision": RecipeState(model)},
+        further_state=further_state,
+        skipped_text=text.skipped,
         dispatcher_reason=dispatcher_reason,
+        pace=StepScalars([[1.0]], world.device),
+        graph=make_step_graph(config.memory.graphs, world.device),
     )
 
 
-def fill_run_buckets(
-    config: Config, model: Transformer, world: World, groups: ParameterGroups, kernels: BoundKernels
-) -> list[Bucket]:  # fmt: skip
-    """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other pipeline ranks
-    only."""
-    if groups.entries:
-        names = {name for name, _ in model.named_parameters()}
-        groups.require_matches(union_of_sets(names, world.pp))
-        groups.freeze_parameters(model)
-    return fill_buckets(
-        model,
-        world,
-        held=pipeline_shared_weights(config),
-        gradients=config.optim.gradients,
-        group=groups.group_of,
-        storage=storage_maker(config.optim.main),
-        fp8=fp8_storage(config, model, kernels),
-        cost=groups.cost_of,
-    )
-
-
-def fp8_storage(config: Config, model: Transformer, kernels: BoundKernels) -> Fp8Storage | None:
-    if config.precision.storage != "fp8":
-        return None
-    return Fp8Storage(weight_formats(model), kernels)
-
-
-def require_agreement(config: Config, world: World) -> None:
-    """Refuse ranks with different settings or different code, before the first step."""
-    mine = {key.path: format_value(key.default) for key in iterate_keys(config)}
-    mine["moefold version"] = __version__
-    mine["torch version"] = torch.__version__
-    mine["moefold source"] = source_digest()
+def require_agreement(mine: Terms, world: World) -> None:
+    """Refuse ranks with different settings, code or data, before the first step."""
     first = broadcast_object(mine, world.everyone)
-    problems: list[str] = []
-    for name, value in mine.items():
-        if value != first[name]:
-            text = f"{name} = {value} on rank {world.rank}, but {first[name]} on rank 0"
-            problems.append(f"{text}; start all ranks alike")
+    problems = differences(mine, first, world.rank)
     raise_first_problem(UserError(*problems) if problems else None, world)
-
-
-@cache
-def source_digest() -> str:
-    """A digest of all source files of this package."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        digest.update(name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def resolve_auto_values(config: Config, world: World) -> Config:
@@ -216,22 +184,27 @@ def resolve_dispatcher(config: Config, world: World) -> tuple[Config, str]:
 def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:
     """The configuration with the tokenizer of its text. A given corpus has no text: auto means bytes, for samples."""
     tokenizer = choose_tokenizer(config.data, config.model.vocab)
-    if corpus is not None and config.data.tokenizer == "auto":
+    if config.data.tokenizer == "auto" and corpus is not None:
         tokenizer = "byte"
+    elif config.data.tokenizer == "auto" and config.data.source == "prepared":
+        tokenizer = tokenizer_of_prepared(config.data)
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
-def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoader, BatchLoader]:
-    """The loaders of training and of validation. Validation has the same sequences in every run: its seed is 0."""
-    data = config.data
+def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus | PreparedCorpus:
+    if config.data.source == "prepared":
+        return open_prepared(config.data, tokenizer, config.model.vocab)
+    return load_corpus(config.data, tokenizer, config.model.vocab)
+
+
+def make_loaders(config: Config, corpus: Corpus | PreparedCorpus, world: World) -> tuple[BatchLoader, BatchLoader]:
+    """The loaders of training and of validation."""
     train = config.train
-    starts, held_out_starts = None, None
-    if data.attend == "document":
-        starts = corpus.train_starts
-        held_out_starts = corpus.held_out_starts
     where = (world.axis("dp"), world.device)
-    loader = BatchLoader(corpus.train, data.seq_len, train.global_batch, train.seed, *where, starts)
-    validation = BatchLoader(corpus.held_out, data.seq_len, train.validate_sequences, 0, *where, held_out_starts)
+    sequences = corpus.train_sequences(config.data, train.seed, train.global_batch)
+    held_out = corpus.held_out_sequences(config.data)
+    loader = BatchLoader(sequences, train.global_batch, *where)
+    validation = BatchLoader(held_out, train.validate_sequences, *where)
     return loader, validation
 
 
@@ -262,16 +235,21 @@ def build_model(
     config: Config, world: World, kernels: BoundKernels, start: Callable[[Transformer], None] | None = None
 ) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
-    which gives every parameter its value."""
+    which gives every parameter its value. With zero3 parameters have no memory until they are shared out."""
     choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
     homes = rank_of_each_stage(config)
     stages = [stage for stage, home in zip(pipeline_stages(config), homes, strict=True) if home == here]
-    with world.device, default_dtype(DTYPES[config.train.precision]):
+    is_whole = config.shard.mode == "zero1"
+    memory = nullcontext() if is_whole else parameters_without_memory()
+    with world.device, default_dtype(DTYPES[config.train.precision]), memory:
         model = Transformer(config.model, choices, stages)
     recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
+    attach_fp8_sums(model, world, config.precision)
     attach_configured_policies(model, config)
+    if not is_whole:
+        return model
     if start is not None:
         start(model)
     else:
@@ -283,15 +261,6 @@ def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> Mod
     context = choose_context_mechanism(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
     return ModelParts(world, kernels, dispatcher, context, config.data.seq_len)
-
-
-def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:
-    """Parameters of which several pipeline ranks hold copies."""
-    ranks = {
-        "embedding.weight": embedding_ranks(config),
-        "head.norm.weight": final_norm_ranks(config),
-    }
-    return {name: tuple(holders) for name, holders in ranks.items() if len(holders) > 1}
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.format.verify import OpenedCheckpoint
-from moefold.config.errors import UserError
+from moefold.checkpoint.format.manifest import DamagedCheckpoint
+from moefold.checkpoint.format.verify import OpenedCheckpoint, require_run_position
+from moefold.config.errors import UserError, printable_text
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.renamed_keys import with_new_names
 from moefold.config.run import Config
@@ -72,13 +73,22 @@ class ChangedSetting:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key} = {show_setting(self.now)}, but the checkpoint has {show_setting(self.saved)}"
+        saved = printable_text(show_setting(self.saved))
+        return f"{self.key} = {show_setting(self.now)}, but the checkpoint has {saved}"
 
 
 def show_setting(value: Any) -> str:
     if isinstance(value, list):  # JSON has no tuples
         value = tuple(value)
     return format_value(value)
+
+
+def require_run_state(found: OpenedCheckpoint) -> None:
+    """Refuse a checkpoint whose state.json is not that of a run; its digest may be right all the same."""
+    try:
+        require_run_position(found.state)
+    except DamagedCheckpoint as problem:
+        raise UserError(f"{found.path} cannot be continued: {problem}; choose another checkpoint") from None
 
 
 def flat_settings(config: Config) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def validation_loss(run: Run) -> float:
     """Mean loss per token over the same held-out sequences every time."""
     config = run.config.train
     world = run.world
-    count = min(config.validate_sequences, run.validation.windows)
+    count = min(config.validate_sequences, run.validation.sequences.windows)
     batch = run.validation.batch_at(0, count)
     parts = list(batch.microbatches(config.micro_batch))
     device = world.device

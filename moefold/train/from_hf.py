@@ -32,7 +32,7 @@ def from_hf(
     # A configuration as a run would have it, so that kernels are chosen and rules checked in the same way.
     names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
     name = names.get(dtype, str(dtype))
-    precision = one_of("precision", name, ("fp32", "bf16", "fp64"))
+    precision = one_of("precision", name, ("fp32", "bf16", "fp16", "fp64"))
     kind = "cpu" if device == "cpu" else "cuda"
     train = TrainConfig(device=kind, precision=precision)  # pyright: ignore[reportArgumentType]
     tokenizer = str(folder.path / "tokenizer.json")  # not opened here

@@ -1,36 +1,15 @@
-"""Duties of the host besides launching kernels: stop requests by signal, their exchange between ranks, and garbage
-collection at a time when it delays nothing."""
+"""Duties of the host besides launching kernels: the exchange of stop requests between ranks, and garbage collection at
+a time when it delays nothing."""
 
 from __future__ import annotations
 
 import gc
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.comm.host_copies import ToHost, integers_on_device
 from moefold.layout.axes import World
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[str]]:
-    """A list that grows by SIGTERM and Ctrl-C, upon which the loop saves and leaves after the current step. A second
-    Ctrl-C leaves at once."""
-    requests: list[str] = []
-
-    def record_signal(number: int, _frame: object) -> None:
-        if requests and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        requests.append(signal.Signals(number).name)
-
-    signals = (signal.SIGTERM, signal.SIGINT)
-    former = {number: signal.signal(number, record_signal) for number in signals}
-    try:
-        yield requests
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def any_rank_asks(requests: Sequence[object], world: World) -> ToHost:

@@ -14,7 +14,13 @@ from moefold.config.run import Config
 from moefold.layout.axes import World
 from moefold.model.transformer import Transformer
 from moefold.observe.printer import Printer
-from moefold.train.changed_settings import ChangedSetting, accept_changes, changed_settings, record_changes
+from moefold.train.changed_settings import (
+    ChangedSetting,
+    accept_changes,
+    changed_settings,
+    record_changes,
+    require_run_state,
+)
 from moefold.train.from_hf import WeightFiller
 
 OPTION = "--init-from"
@@ -28,6 +34,7 @@ def checkpoint_weights(source: str, config: Config, world: World, out: Path, say
         path = parse_storage_path(source)
         refuse_hugging_face_folder(source)
         found = require_checkpoint(path, world, say, OPTION)
+        require_run_state(found)
         changes = changed_model_settings(config, found)
         accept_changes(changes, found, say)
         load_weights(found, collect_model_tensors(model), world)

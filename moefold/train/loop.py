@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
 from moefold.checkpoint.format.retention import checkpoints_at
-from moefold.checkpoint.format.storage import require_free_space
+from moefold.checkpoint.format.storage import StoragePath, require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
 from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.comm.host_copies import ToHost
 from moefold.comm.host_objects import first_object, gather_objects
-from moefold.config.errors import UserError
+from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import config_as_yaml, read_yaml_mapping
 from moefold.config.run import Config
 from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
@@ -31,10 +31,12 @@ from moefold.observe.metrics import JsonLines, MetricsSink, TensorBoard
 from moefold.observe.printer import Printer, print_line, print_nothing
 from moefold.observe.progress import SilentProgress, compact_number, make_progress
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
+from moefold.shard.gradients import FIRST_STEPS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
+from moefold.train.folder_owner import FolderClaims, folder_claims
 from moefold.train.from_hf import WeightFiller, starting_weights
-from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
+from moefold.train.host_duties import any_rank_asks, collect_garbage_manually
 from moefold.train.init_from import checkpoint_weights
 from moefold.train.operand_log import OperandRecorder, open_operand_recorder
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
@@ -42,9 +44,12 @@ from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
 from moefold.train.step import StepReport, refuse_non_finite, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
+from moefold.watch.guard import RankGuard
+from moefold.watch.position import enter_step, slow_phase, training_phase
+from moefold.watch.stop_requests import StopRequest, StopRequests, signals_as_requests
+from moefold.watch.surroundings import FolderCheck
 
 SAMPLE_PROMPT = "def "
-FIRST_STEPS = 3  # after which every parameter should have had a gradient
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
 
@@ -58,9 +63,17 @@ class RunStart:
     init_from: str | None = None
 
 
-def run_training(config: Config, world: World, out: Path, start: RunStart) -> None:
-    """Train as configured. Every rank calls this."""
-    run_on_rank_zero(partial(claim_run_folder, out, start.resume), world, out)
+def run_training(config: Config, world: World, out: Path, start: RunStart, guard: RankGuard) -> StopRequest | None:
+    """Train as configured. Every rank calls this. Returns the request that ended the run before its last step."""
+    with folder_claims() as claims:
+        own = checkpoint_folder(config, out)
+        run_on_rank_zero(partial(claim_run_folder, claims, out, own, start.resume), world, out)
+        return train_in_folder(config, world, out, start, guard)
+
+
+def train_in_folder(config: Config, world: World, out: Path, start: RunStart, guard: RankGuard) -> StopRequest | None:
+    if world.rank == 0:
+        guard.checks.append(FolderCheck(out, saves=bool(config.checkpoint.path)))
     say = print_line if world.rank == 0 else print_nothing
     if start.resume is not None:
         config = keep_dispatcher(config, world, out, say)
@@ -78,14 +91,15 @@ def run_training(config: Config, world: World, out: Path, start: RunStart) -> No
         say(line)
     with (
         open_recorder(run, continues) as recorder,
-        stop_requests() as requests,
+        signals_as_requests(guard.requests) as requests,
         make_background_saver(run, recorder.progress.print_message) as saver,
+        training_phase(),
     ):
         if run.step < run.config.train.steps:
             loop = TrainingLoop(run, recorder, requests, saver)
-            loop.run_to_end()
-        else:
-            say("nothing left to do")
+            return loop.run_to_end()
+        say("nothing left to do")
+    return None
 
 
 def weights_of_start(start: RunStart, config: Config, world: World, out: Path, say: Printer) -> WeightFiller | None:
@@ -125,6 +139,8 @@ def saved_parallel_settings(out: Path) -> dict[str, Any]:
 
 
 def require_space_for_checkpoint(run: Run) -> None:
+    if not run.config.checkpoint.every:
+        return
     needed = checkpoint_bytes(run_tensors(run), run.world)
     check = partial(require_free_space, checkpoint_folder(run.config, run.out), needed)
     run_on_rank_zero(check, run.world, run.out)
@@ -145,9 +161,14 @@ def no_gradient_warnings(run: Run) -> list[str]:
     return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in named]
 
 
-def claim_run_folder(out: Path, resume: str | None) -> None:
-    """Make the run's folder. A folder that already holds a run is used only to resume it."""
+def claim_run_folder(claims: FolderClaims, out: Path, checkpoints: StoragePath, resume: str | None) -> None:
+    """Make the run's folder and own it, with the folder of checkpoints, which another run may name. A folder that
+    already holds a run is used only to resume it."""
     out.mkdir(parents=True, exist_ok=True)
+    claims.claim(out)
+    if isinstance(checkpoints, Path):
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        claims.claim(checkpoints)
     if resume is None and (out / "metrics.jsonl").exists():
         raise UserError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
 
@@ -158,8 +179,8 @@ def introduction_lines(run: Run) -> list[str]:
     total = compact_number(total_parameters(config.model))
     active = compact_number(active_parameters(config.model))
     sizes = f"{total} parameters, {active} active per token"
-    tokens = compact_number(len(run.loader.tokens))
-    held_out = compact_number(len(run.validation.tokens))
+    tokens = compact_number(run.loader.sequences.tokens)
+    held_out = compact_number(run.validation.sequences.tokens)
     text = f"{tokens} tokens of {config.data.source}, {held_out} held out"
     if config.data.tokenizer != "byte" and config.data.source != "zipf":
         text += f", documents end with {run.tokenizer.end}"
@@ -168,6 +189,7 @@ def introduction_lines(run: Run) -> list[str]:
     if world.size > 1:
         where += f" over {dist.get_backend()}"
     lines = [f"{config.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
+    lines += source_lines(run)
     if config.parallel.ep * config.parallel.etp > 1:
         lines.append(f"dispatcher: {config.parallel.dispatcher} ({run.dispatcher_reason})")
     if config.data.tokenizer == "byte" and config.data.source != "zipf" and config.model.vocab > LARGEST_BYTE_VOCAB:
@@ -175,6 +197,18 @@ def introduction_lines(run: Run) -> list[str]:
             f"warning: data.tokenizer = byte uses 256 of model.vocab = {config.model.vocab} tokens; set data.tokenizer "
             "to the model's tokenizer.json, or model.vocab to 256"
         )
+    return lines
+
+
+def source_lines(run: Run) -> list[str]:
+    """What was left out of the text, and how often a run goes through each prepared source."""
+    lines: list[str] = []
+    skipped = run.skipped_text
+    if skipped:
+        lines.append(f"warning: data.skip_bad left out {len(skipped)} entries, the first: {skipped[0]}")
+    last = run.config.train.steps * run.config.train.global_batch
+    for name, epochs in run.loader.sequences.epochs(last).items():
+        lines.append(f"source {name}: {epochs:.2f} epochs by step {run.config.train.steps}")
     return lines
 
 
@@ -210,10 +244,16 @@ class RunRecorder:
         self.flops = train_flops_per_token(config.model, config.data.seq_len)
 
     def validation_values(self) -> dict[str, Any]:
-        return {"val_loss": validation_loss(self.run)}
+        with slow_phase("evaluation"):
+            values: dict[str, Any] = {"val_loss": validation_loss(self.run)}
+        loader = self.run.loader
+        for name, epochs in loader.sequences.epochs(loader.consumed).items():
+            values[f"epochs/{name}"] = round(epochs, 4)
+        return values
 
     def step_values(self, report: StepReport) -> dict[str, Any]:
-        """The measurements of a finished step. A non-finite loss or gradient stops the run."""
+        """The measurements of a finished step. A non-finite loss or gradient stops the run, or in fp16 has skipped the
+        step."""
         refuse_non_finite(self.run, report)
         balance = self.record_routing(report)
         self.record_operands(report)
@@ -222,6 +262,10 @@ class RunRecorder:
         if self.run.config.model.mtp:
             values["mtp_loss"] = report.mtp_loss
         values["grad_norm"] = report.grad_norm
+        if not report.is_finite:
+            values = {"skipped": 1}
+        if self.run.config.train.precision == "fp16":
+            values["loss_scale"] = report.loss_scale
         values["lr"] = report.lr
         values["tokens_per_s"] = round(speed, 1)
         tflops = speed * self.flops / 1e12
@@ -306,7 +350,7 @@ class TrainingLoop:
     """Steps until the last one, or until a stop request. The report of a step is read when the next one has begun, or
     before anything that needs a sound step: validation, a checkpoint, the end."""
 
-    def __init__(self, run: Run, recorder: RunRecorder, requests: list[str], saver: BackgroundSaver):
+    def __init__(self, run: Run, recorder: RunRecorder, requests: StopRequests, saver: BackgroundSaver):
         self.run = run
         self.recorder = recorder
         self.requests = requests
@@ -314,38 +358,50 @@ class TrainingLoop:
         self.in_flight: StepInFlight | None = None  # begun and not recorded yet
         self.say: Printer = recorder.progress.print_message
 
-    def run_to_end(self) -> None:
+    def run_to_end(self) -> StopRequest | None:
+        """Steps until the last one. Returns the request upon which the run was stopped before."""
         run, recorder = self.run, self.recorder
         if run.step == 0:
             recorder.write_record(0, recorder.validation_values())
         with collect_garbage_manually() as collect_garbage:
             while not self.is_last_step():
                 stop = self.step_and_record()
-                collect_garbage()
+                if run.step % run.config.train.collect_every == 0:
+                    collect_garbage()
                 self.check_gradients()
-                if self.save_if_due(stop):
-                    return
+                ended_by = self.save_if_due(stop)
+                if ended_by is not None:
+                    return ended_by
         recorder.progress.close()
         if run.config.train.sample_tokens:
-            self.say(f"a sample:\n{sample_text(run, SAMPLE_PROMPT)}")
-        self.saver.wait_until_written()
-        self.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")
+            with slow_phase("sample"):
+                self.say(f"a sample:\n{sample_text(run, SAMPLE_PROMPT)}")
+        self.await_checkpoint()
+        checkpoints = "and the checkpoints" if self.writes_checkpoints else "(no checkpoint: checkpoint.every = 0)"
+        self.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml {checkpoints}")
+        return None
 
     def is_last_step(self) -> bool:
         return self.run.step >= self.run.config.train.steps
 
-    def is_checkpoint_due(self) -> bool:
-        return self.run.step % self.run.config.checkpoint.every == 0
+    @property
+    def writes_checkpoints(self) -> bool:
+        return self.run.config.checkpoint.every > 0
 
-    def local_requests(self) -> list[str]:
-        """This rank's first reason to stop, if any: a signal, or a failed save."""
-        return self.requests[:1] or self.saver.save_failures()
+    def is_checkpoint_due(self) -> bool:
+        return self.writes_checkpoints and self.run.step % self.run.config.checkpoint.every == 0
+
+    def local_requests(self) -> list[StopRequest]:
+        """This rank's first reason to stop, if any: a signal, lost surroundings, or a failed save."""
+        failures = [StopRequest(failure, exit_code=1) for failure in self.saver.save_failures()]
+        return self.requests[:1] or failures
 
     def step_and_record(self) -> bool:
         """Begin a step, record the one before, and this one too where its result is needed. Returns whether any rank
         has a stop request."""
         run = self.run
         recorder = self.recorder
+        enter_step(run.step + 1)
         requests = self.local_requests()
         report = begin_next_step(run, recorder)
         stop_requested = any_rank_asks(requests, run.world)
@@ -368,24 +424,35 @@ class TrainingLoop:
         """In the first steps, warn of parameters without a gradient."""
         run = self.run
         if run.step <= FIRST_STEPS:
-            run.gradients.note_moved()
+            run.updates.note_moved()
         if run.step == FIRST_STEPS:
             for line in no_gradient_warnings(run):
                 self.say(line)
 
-    def save_if_due(self, stop: bool) -> bool:
-        """Begin a checkpoint if one is due. Returns whether the loop ends before its last step."""
+    def save_if_due(self, stop: bool) -> StopRequest | None:
+        """Begin a checkpoint if one is due. Returns the request upon which the loop ends before its last step."""
         run = self.run
-        reason = self.first_request() if stop else None
-        if self.is_last_step() or reason or self.is_checkpoint_due():
-            begin_checkpoint(run, self.saver)
-        if reason is None or self.is_last_step():
-            return False
-        self.saver.wait_until_written()
-        self.say(f"{reason}: saved at step {run.step}; continue with --out {run.out} --resume auto")
-        return True
+        request = self.first_request() if stop else None
+        if request is not None and not request.saves:
+            raise RunFailure(f"{request.reason}: stopped at step {run.step}; nothing was saved; start the run again")
+        is_wanted = self.is_last_step() or request or self.is_checkpoint_due()
+        if is_wanted and self.writes_checkpoints:
+            with slow_phase("checkpoint"):
+                begin_checkpoint(run, self.saver)
+        if request is None or self.is_last_step():
+            return None
+        if not self.writes_checkpoints:
+            self.say(f"{request.reason}: stopped at step {run.step}; nothing was saved, since checkpoint.every = 0")
+            return request
+        self.await_checkpoint()
+        self.say(f"{request.reason}: saved at step {run.step}; continue with --out {run.out} --resume auto")
+        return request
 
-    def first_request(self) -> str | None:
+    def await_checkpoint(self) -> None:
+        with slow_phase("checkpoint"):
+            self.saver.wait_until_written()
+
+    def first_request(self) -> StopRequest | None:
         """The stop request of the first rank that has one; the same on all ranks."""
         requests = self.local_requests()
         own = requests[0] if requests else None

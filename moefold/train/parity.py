@@ -7,6 +7,7 @@ compared with the same positions of the one-rank trace.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan, lcm
@@ -31,6 +32,7 @@ from moefold.config.run import (
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    ShardConfig,
     TrainConfig,
 )
 from moefold.data.corpus import Corpus
@@ -81,15 +83,23 @@ def shrink_config(config: Config, world: int) -> Config:
         optim=comparable_optimizer(config.optim),
         pipeline=replace(config.pipeline, layout=""),  # the user's layout is for other numbers of layers
         precision=PrecisionConfig(),
-        memory=recompute_in_all_layers(config.memory),
+        memory=regions_in_all_layers(config.memory),
     )
     return check_config(small, world)
 
 
-def recompute_in_all_layers(memory: MemoryConfig) -> MemoryConfig:
-    """The same regions in all layers: those that are named are of another number of layers."""
-    names = [entry.partition("@")[0] for entry in memory.recompute]
-    return replace(memory, recompute=outermost_regions(names))
+def regions_in_all_layers(memory: MemoryConfig) -> MemoryConfig:
+    """The same regions in all layers: those that are named are of another number of layers. Small tensors are
+    offloaded too."""
+    recompute = region_names(memory.recompute)
+    offload = region_names(memory.offload)
+    return replace(memory, recompute=recompute, offload=offload, offload_least=1)
+
+
+def region_names(entries: Sequence[str]) -> tuple[str, ...]:
+    """The regions of entries, without their layers."""
+    parts = [entry.partition("@") for entry in entries]
+    return outermost_regions(name for name, _, _ in parts)
 
 
 def shrink_model(config: Config) -> ModelConfig:
@@ -172,7 +182,8 @@ def shrink_training(config: Config, world: int) -> TrainConfig:
 def comparable_optimizer(optim: OptimConfig) -> OptimConfig:
     """All in fp32. Without clipping, gradients are traced as they are. With a small eps, Adam would turn the rounding
     of gradients near zero into steps of full size."""
-    fp32 = replace(optim, main="fp32", moments="fp32", gradients="fp32", gradient_reduce="fp32")
+    moments = replace(optim, moments="fp32", second_moment="as_first")
+    fp32 = replace(moments, main="fp32", gradients="fp32", gradient_reduce="fp32")
     return replace(fp32, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9)
 
 
@@ -182,8 +193,13 @@ def single_rank_config(config: Config) -> Config:
     has_capacity = moe.capacity.factor != 0
     counts_microbatches = has_capacity or moe.balance.aux_over == "microbatch"
     micro_batch = 1 if counts_microbatches else 2
-    train = replace(config.train, micro_batch=micro_batch)
-    return replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig(), train=train)
+    return replace(
+        config,
+        train=replace(config.train, micro_batch=micro_batch),
+        parallel=ParallelConfig(),
+        pipeline=PipelineConfig(),
+        shard=ShardConfig(),
+    )
 
 
 def trace_run(config: Config, world: World, steps: int, routing: str = "learned") -> RankTrace:
@@ -212,15 +228,18 @@ def random_corpus(config: Config) -> Corpus:
 def skew_routing_biases(run: Run, routing: str) -> None:
     """Set the selection biases so that routing is as uneven as `routing` says."""
     for module in run.model.modules():
-        if isinstance(module, ExpertLoad):
-            experts_E = torch.arange(len(module.bias_E))
-            biases = {
-                "learned": torch.zeros(len(experts_E)),
-                "skewed": -0.1 * experts_E,
-                "one expert": -100.0 * experts_E,
-                "empty experts": -100.0 * (experts_E % 2),
-            }
-            module.bias_E.copy_(biases[routing])
+        if not isinstance(module, ExpertLoad):
+            continue
+        experts = len(module.bias_E)
+        expert_E = torch.arange(experts)
+        is_odd_E = expert_E % 2
+        biases = {
+            "learned": torch.zeros(experts),
+            "skewed": -0.1 * expert_E,
+            "one expert": -100.0 * expert_E,
+            "empty experts": -100.0 * is_odd_E,
+        }
+        module.bias_E.copy_(biases[routing])
 
 
 def trace_one_step(run: Run) -> RankTrace:
@@ -252,8 +271,9 @@ def local_weights(run: Run, when: str) -> RankTrace:
     for name, part in parts.items():
         for held in part.held:
             corner = tuple(box_corner(held.box))
-            values = held.read().detach().clone()
-            entries.append(TraceEntry(f"{when}weight {name}", corner, values))
+            values = held.read().detach()
+            entry = TraceEntry(f"{when}weight {name}", corner, values.clone())
+            entries.append(entry)
     return entries
 
 
@@ -270,8 +290,10 @@ def expert_token_counts(loads: LayerLoads, when: str) -> RankTrace:
 
 
 def local_gradients(run: Run, when: str) -> RankTrace:
-    """This rank's share of every gradient, as boxes of the whole parameter."""
+    """This rank's share of every gradient, as boxes of the whole parameter; nothing where updates have freed them."""
     entries: RankTrace = []
+    if run.config.optim.when == "backward":
+        return entries
     buckets = run.gradients.buckets
     shares = run.gradients.gradient_shares()
     for bucket, share in zip(buckets, shares, strict=True):
@@ -279,10 +301,12 @@ def local_gradients(run: Run, when: str) -> RankTrace:
             what = f"{when}gradient {parameter.name}"
             for begin, box in boxes_in_whole(first, last, parameter):
                 start = offset + begin - first
-                flat = share[start : start + element_count(box)]
-                values = flat.view(box_sizes(box)).clone()
+                end = start + element_count(box)
+                flat = share[start:end]
+                values = flat.view(box_sizes(box))
                 corner = tuple(box_corner(box))
-                entries.append(TraceEntry(what, corner, values))
+                entry = TraceEntry(what, corner, values.clone())
+                entries.append(entry)
     return entries
 
 
@@ -302,22 +326,24 @@ def relative_error(entry: TraceEntry, reference: Tensor) -> float:
 def first_mismatch(single_rank: Trace, ranks: Sequence[Trace], tolerance: float) -> ParityMismatch | None:
     """The first entry, in the order of the one-rank trace, in which some rank differs by more than the tolerance."""
     reference = {entry.what: entry.values for entry in single_rank}
-    errors: dict[str, dict[int, float]] = {}  # of every entry, by rank: the largest
-    covered = dict.fromkeys(reference, 0)  # elements that ranks have
+    errors = defaultdict[str, dict[int, float]](dict)  # of every entry, by rank: the largest
+    covered = Counter[str]()  # elements that ranks have
     for rank, trace in enumerate(ranks):
         for entry in trace:
-            error = relative_error(entry, reference[entry.what])
-            by_rank = errors.setdefault(entry.what, {})
+            what = entry.what
+            error = relative_error(entry, reference[what])
+            by_rank = errors[what]
             largest = by_rank.get(rank, 0.0)
             by_rank[rank] = max(largest, error)
-            covered[entry.what] += entry.values.numel()
+            covered[what] += entry.values.numel()
     # In the order of the one-rank trace: what goes wrong first is named, not what follows from it.
     for what, values in reference.items():
-        if covered[what] < values.numel():
-            missing = f"{what}: only {covered[what]} of {values.numel()} elements are held by any rank, and it"
+        count = values.numel()
+        if covered[what] < count:
+            missing = f"{what}: only {covered[what]} of {count} elements are held by any rank, and it"
             return ParityMismatch(missing, 1.0, [])
         by_rank = errors[what]
-        wrong = [rank for rank, error in sorted(by_rank.items()) if error > tolerance]
+        wrong = sorted(rank for rank, error in by_rank.items() if error > tolerance)
         if wrong:
             largest = max(by_rank.values())
             return ParityMismatch(what, largest, wrong)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
+from moefold.checkpoint.format.verify import OpenedCheckpoint
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.load import OPTIONAL_PREFIXES, find_checkpoint, load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import (
@@ -16,10 +17,17 @@ from moefold.checkpoint.live.logical_tensors import (
     rng_state_tensors,
 )
 from moefold.checkpoint.live.save import run_on_rank_zero
+from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.observe.printer import Printer
 from moefold.train.assemble import Run
-from moefold.train.changed_settings import accept_changes, changed_settings, flat_settings, record_changes
+from moefold.train.changed_settings import (
+    accept_changes,
+    changed_settings,
+    flat_settings,
+    record_changes,
+    require_run_state,
+)
 
 
 def checkpoint_folder(config: Config, out: Path) -> StoragePath:
@@ -47,6 +55,7 @@ def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     state = {
         "step": run.step,
         "consumed": run.loader.consumed,
+        "sources": run.loader.sequences.source_counts(run.loader.consumed),
         "config": flat_settings(run.config),
     }
     saver.begin_save(run.step, tensors, state)
@@ -54,6 +63,22 @@ def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
 
 def run_tensors(run: Run) -> dict[str, LogicalTensor]:
     return collect_tensors(run.model, run.optimizer, run.further_state)
+
+
+def refuse_other_mixture(run: Run, found: OpenedCheckpoint) -> None:
+    """Refuse a mixture that would have taken other sequences from prepared sources so far: some would be repeated, and
+    others never seen."""
+    saved: dict[str, int] = found.state.get("sources", {})
+    now = run.loader.sequences.source_counts(found.state["consumed"])
+    given_before = {digest: count for digest, count in saved.items() if count}
+    given_now = {digest: count for digest, count in now.items() if count}
+    if saved and now and given_before != given_now:
+        step = found.state["step"]
+        raise UserError(
+            f"data.files, data.weights and train.global_batch give other sequences up to step {step} than {found.path} "
+            f"has seen; keep data.weights as they were and add those from step {step} on, such as "
+            f"0.7/0.3,{step}:0.5/0.5; a new folder has weight 0 before"
+        )
 
 
 def resume_run(run: Run, source: str, say: Printer) -> bool:
@@ -68,14 +93,18 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     if found is None:
         say(f"no checkpoint in {own} yet; starting from step 0")
         return False
+    require_run_state(found)
     changes = list(changed_settings(run.config, found))
     accept_changes(changes, found, say)
+    refuse_other_mixture(run, found)
     # Ranks that the saving run did not have keep their own random state; recipes may have changed.
     rng_state = rng_state_tensors(run.world)
     tensors = run_tensors(run) | rng_state
     optional = {name for name in tensors if name.startswith(OPTIONAL_PREFIXES)}
     load_checkpoint(found, tensors, optional, run.world)
     run.parameters.publish()
+    if run.graph is not None:
+        run.graph.forget()
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]
@@ -88,5 +117,6 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     run_on_rank_zero(record, run.world, run.out)
     run.step = step
     run.loader.consumed = found.state["consumed"]
+    run.loss_scale.forget_counts()
     say(f"resumed from {found.path} at step {run.step}")
     return True

@@ -52,6 +52,7 @@ class RoutingLog:
         if sharing.index == 0:
             on_host = ToHost(ids_BSK.short())
             step = self.run.step + 1
+            assert isinstance(shard.first, int), "steps of a graph record no routing"
             choices = RecordedChoices(step, layer, shard.first, on_host)
             self.pending.append(choices)
 

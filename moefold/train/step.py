@@ -2,17 +2,20 @@
 
 Nothing here waits for the device. The numbers of a step are copied to the host while the next step is launched, so
 whether they are finite is decided on the device: a loss or gradient that is not finite, in this step or an earlier one,
-leaves every weight as it is, and the host reads of it a step later.
+leaves every weight as it is, and the host reads of it a step later. In fp16 such a step alone is skipped
+(optim/loss_scale.py).
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_copies import DeviceTime, ToHost
 from moefold.config.errors import RunFailure
@@ -21,7 +24,12 @@ from moefold.model.moe.balance import LayerLoads
 from moefold.optim.learning_rate import learning_rate
 from moefold.pipeline.executor import LossWeights
 from moefold.precision.operand_statistics import StageOperands
+from moefold.shard.gradients import HeldGradients
+from moefold.shard.publish import note_replayed_update
 from moefold.train.assemble import Run
+from moefold.train.last_sound import describe_last_sound
+from moefold.train.resume import checkpoint_folder
+from moefold.watch.position import slow_phase
 
 
 class StepReport:
@@ -36,6 +44,7 @@ class StepReport:
         numbers: Tensor,
         loads: LayerLoads,
         operands: StageOperands | None = None,
+        unit_norms: dict[str, Tensor] | None = None,
     ):
         self.number = number
         self.lr = lr
@@ -44,6 +53,7 @@ class StepReport:
         self.layers, *counts = loads
         self.counts = [ToHost(count) for count in counts]
         self.operands = operands  # of FP8 products, in a step that records them
+        self.units = {unit: ToHost(norm) for unit, norm in (unit_norms or {}).items()}
         self.ended = DeviceTime(numbers.device)
 
     @cached_property
@@ -57,17 +67,31 @@ class StepReport:
     @property
     def mtp_loss(self) -> float:
         """Mean over the layers that look further ahead; 0 if there are none."""
-        ahead = self.read[1:-2]
+        ahead = self.read[1:-3]
         count = max(1, len(ahead))
         return sum(ahead) / count
 
     @property
     def tokens(self) -> int:
-        return int(self.read[-2])
+        return int(self.read[-3])
 
     @property
     def grad_norm(self) -> float:
+        return self.read[-2]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses of the step were scaled by: 1 but for fp16."""
         return self.read[-1]
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(isfinite, self.read))
+
+    @property
+    def skipped_units(self) -> list[str]:
+        """Units that were updated by themselves and left out, since their gradients are not finite."""
+        return [unit for unit, norm in self.units.items() if not isfinite(norm.read().item())]
 
     @property
     def loads(self) -> LayerLoads:
@@ -80,50 +104,104 @@ class StepReport:
         return self.begun.seconds_until(self.ended)
 
 
+class StepOutputs(NamedTuple):
+    """What the device part of a step leaves: loss and other numbers, the load of the experts, gradients, and in a step
+    that records them the figures of FP8 operands."""
+
+    numbers: Tensor
+    loads: LayerLoads
+    gradients: HeldGradients
+    operands: StageOperands | None
+    units: dict[str, Tensor]  # norms of units that were updated inside backward
+
+
 def train_step(run: Run, batch: Batch) -> StepReport:
-    config = run.config
     begun = DeviceTime(run.world.device)
+    number = run.step + 1
+    lr = learning_rate(number, run.config.train.steps, run.config.optim)
+    write_step_scalars(run, number, lr)
+    outputs = take_device_part(run, batch)
+    run.scale_histories.note_recorded()
+    run.step = number
+    return StepReport(number, lr, begun, outputs.numbers, outputs.loads, outputs.operands, outputs.units)
+
+
+def write_step_scalars(run: Run, number: int, lr: float) -> None:
+    """Write the numbers that change from step to step to the device, where the step reads them."""
+    update_number = run.loss_scale.update_number(number)
+    run.optimizer.begin_step(update_number, lr)
+    share_of_peak = lr / run.config.optim.lr
+    run.pace.write_rows([[share_of_peak]])
+    run.scale_histories.write_places()
+
+
+def take_device_part(run: Run, batch: Batch) -> StepOutputs:
+    """Compute the step, or replay it."""
+    graph = run.graph
+    if graph is None or run.is_observed:
+        return compute_step(run, batch)
+    run.before_update()  # nothing waits inside of a graph
+    if graph.captures_next(batch):
+        prepare_capture(run)
+    outputs, replayed = graph.take_step(batch, partial(compute_step, run))
+    if replayed:
+        run.gradients.restore(outputs.gradients)
+        note_replayed_update(run.gradients.buckets)
+    return outputs
+
+
+def prepare_capture(run: Run) -> None:
+    """Free the gradients of the last eager step. Copies of weights that its update did not write, such as those that
+    validation has made since, are forgotten: the graph has to make them in every step."""
+    run.gradients.begin()
+    note_replayed_update(run.gradients.buckets)
+    run.scale_histories.forget_scales()
+
+
+def compute_step(run: Run, batch: Batch) -> StepOutputs:
+    """The device part of a step. With `memory.graphs whole` it is captured: what it reads of Python must be the same in
+    every step."""
+    config = run.config
     microbatches = list(batch.microbatches(config.train.micro_batch))
     tokens_1M = count_labels(run, batch)  # of the global batch, for each token that is predicted ahead
     if config.model.moe.balance.aux_over == "global_batch":
         survey_routing(run, microbatches)
 
-    # Forward and backward of all microbatches; gradients add up in buckets.
+    # Forward and backward of all microbatches; gradients add up in buckets. Units may be updated inside backward.
+    number = run.step + 1
+    loss_factor = run.loss_scale.loss_factor(tokens_1M[0])
     with run.phase("begin"):
         run.gradients.begin()
         run.scale_histories.begin_step()
-        run.operand_statistics.begin_step(run.step + 1)
-    weights = loss_weights(run, batch, tokens_1M)
+        run.operand_statistics.begin_step(number)
+        run.updates.begin_step(number, tokens_1M[0] * loss_factor, run.loss_scale.all_finite, run.before_update)
+    weights = loss_weights(run, batch, tokens_1M).scaled_by(loss_factor)
     losses_1M = run.executor.train(microbatches, weights)
     losses_1M = sum_over_ranks(run, losses_1M)
 
-    # Gradients are sums over ranks; division by tokens and clipping are one factor, which the optimizer applies.
+    # Gradients are sums over ranks; division by tokens and loss scale and clipping are one factor, which the optimizer
+    # applies.
     with run.phase("sum gradients"):
-        run.gradients.finish(tokens=tokens_1M[0])
+        run.updates.await_gradients()
     with run.phase("norm"):
-        norm = run.clipping.clip_units(run.gradients, run.gradients.units)
+        norm = run.updates.clip_gradients()
     means_1M = losses_1M / tokens_1M.clamp(min=1)
-    numbers = torch.cat((means_1M, tokens_1M[:1], norm[None]))
-    run.all_finite &= numbers.isfinite().all()  # once false, it stays so
-    run.gradients.invalidate_unless(run.all_finite)  # a NaN factor updates nothing
+    numbers = torch.cat((means_1M, tokens_1M[:1], norm[None], run.loss_scale.scale[None]))
 
     # Update this rank's share of the weights, gather the others', move the selection biases, record delayed scales.
-    number = run.step + 1
-    lr = learning_rate(number, config.train.steps, config.optim)
-    run.before_update()
+    updates = run.loss_scale.judge(numbers.isfinite().all())
     with run.phase("update"):
-        run.optimizer.step(number, lr, run.gradients.scales)
-        run.qk_clip.rescale_heads()
+        run.updates.update_rest(updates)
+        run.qk_clip.rescale_heads(updates)
     with run.phase("publish"):
         run.parameters.publish()
     with run.phase("balance"):
-        share_of_peak = lr / config.optim.lr
-        loads = run.model.balance(run.all_finite, share_of_peak)
+        pace = run.pace.row_of(0)[0]
+        loads = run.model.balance(updates, pace)
     with run.phase("scales"):
-        run.scale_histories.end_step(run.all_finite)
+        run.scale_histories.record_step(updates)
         operands = run.operand_statistics.end_step()
-    run.step = number
-    return StepReport(number, lr, begun, numbers, loads, operands)
+    return StepOutputs(numbers, loads, run.gradients.held(), operands, run.updates.unit_norms())
 
 
 def take_next_step(run: Run) -> StepReport:
@@ -165,12 +243,18 @@ def survey_routing(run: Run, microbatches: list[Batch]) -> None:
 
 
 def refuse_non_finite(run: Run, report: StepReport) -> None:
-    """Stop a run whose loss or gradient is not finite. Neither that step nor one launched since changed the weights."""
+    """Stop a run whose loss or gradient is not finite, but for fp16 with a loss scale that can still be halved. Neither
+    that step nor, where it stops the run, one launched since changed the weights."""
     loss, norm = report.loss, report.grad_norm
-    if all(map(isfinite, report.read)):
+    if report.is_finite or run.loss_scale.can_go_on(report.loss_scale):
         return
+    touched = "the weights were not touched"
+    if report.units:
+        touched = f"the weights of {', '.join(report.skipped_units) or 'no unit'} were not touched, others were updated"
+    folder = checkpoint_folder(run.config, run.out)
+    with slow_phase("checkpoint"):
+        last_sound = run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
     raise RunFailure(
-        f"step {report.number}: loss is {loss:g} and gradient norm is {norm:g}; the weights were not touched. "
-        f"The last checkpoint in {run.out / 'checkpoints'} is sound: continue with --resume auto and a lower "
+        f"step {report.number}: loss is {loss:g} and gradient norm is {norm:g}; {touched}. {last_sound}, with a lower "
         f"--optim.lr (now {run.config.optim.lr:g}) or --optim.max_norm (now {run.config.optim.max_norm:g})"
     )

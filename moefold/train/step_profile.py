@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
 from moefold.comm.host_objects import gather_objects
@@ -35,6 +36,7 @@ LONG_GAP = 20e-6  # seconds
 DIRECTIONS = ("forward", "backward", "")
 ByteCounts = dict[str, int]  # by name
 ProductRate = tuple[str, float, float]  # class of products, FLOPs, seconds
+OpenStep = tuple[int, PassKey]  # id of the step, and its pass
 
 
 @dataclass
@@ -73,7 +75,8 @@ def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
     if device.type == "cuda":
         memory.peak = torch.cuda.max_memory_allocated()
     products = product_rates(run.config, profile, run.world.size)
-    return report, WatchedStep(profile, memory, products)
+    watched = WatchedStep(profile, memory, products)
+    return report, watched
 
 
 @contextmanager
@@ -93,7 +96,7 @@ class ForwardMarks:
     the numbers of the operations that made them (observe/profile.py)."""
 
     def __init__(self):
-        self.open_marks: dict[tuple[int, PassKey], Any] = {}
+        self.open_marks: dict[OpenStep, Any] = {}
 
     def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if kind == "F":
@@ -103,7 +106,7 @@ class ForwardMarks:
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if kind == "F":
-            opened = (id(step), key)
+            opened = id(step), key
             mark = self.open_marks.pop(opened)
             mark.__exit__(None, None, None)
 
@@ -126,9 +129,11 @@ class SavedTensorCounter:
         self.first_key: PassKey | None = None
         self.has_finished = False
         parameters = run.model.parameters()
-        modules = run.model.modules()
-        self.seen = {storage_address(parameter) for parameter in parameters}
-        self.regions = [module for module in modules if isinstance(module, Region)]
+        self.seen = set(map(storage_address, parameters))
+        self.regions: list[Region] = []
+        for module in run.model.modules():
+            if isinstance(module, Region):
+                self.regions.append(module)
 
     def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if self.first_key is None:
@@ -137,7 +142,7 @@ class SavedTensorCounter:
             self.has_finished = True
         if kind == "F":
             self.open.names.append(step.spec.name)
-            hooks = torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved)
+            hooks = saved_tensors_hooks(self.count, unpacked_as_saved)
             self.open.hooks = hooks
             hooks.__enter__()
 
@@ -167,11 +172,12 @@ class SavedTensorCounter:
         return entering, leaving
 
     def count(self, x: Tensor) -> Tensor:
-        storage = storage_address(x)
-        if not self.has_finished and storage not in self.seen:
-            self.seen.add(storage)
+        address = storage_address(x)
+        if not self.has_finished and address not in self.seen:
+            self.seen.add(address)
             place = " ".join(self.open.names)
-            self.saved[place] += x.untyped_storage().nbytes()
+            storage = x.untyped_storage()
+            self.saved[place] += storage.nbytes()
         return x
 
 
@@ -180,7 +186,8 @@ def unpacked_as_saved(x: Tensor) -> Tensor:
 
 
 def storage_address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    storage = x.untyped_storage()
+    return storage.data_ptr()
 
 
 def resident_bytes(run: Run) -> ByteCounts:
@@ -189,12 +196,11 @@ def resident_bytes(run: Run) -> ByteCounts:
     state = run.optimizer.bytes()
     main = state.pop("main")
     weights = [bucket.storage.weight_bytes() for bucket in buckets]
-    gradients = [bucket.sums.nbytes for bucket in buckets]
     return {
         "weights": sum(weights),
         "main weights": main,
         "moments": sum(state.values()),
-        "gradients": sum(gradients),
+        "gradients": run.gradients.bytes(),
     }
 
 
@@ -219,7 +225,8 @@ def product_rates(config: Config, profile: StepProfile, ranks: int) -> list[Prod
         seconds = profile.seconds_of_kind(name, kind)
         if total and seconds:
             label = f"{name} core" if kind == "attention" else name
-            rates.append((label, total, seconds))
+            rate = label, total, seconds
+            rates.append(rate)
     return rates
 
 
@@ -231,9 +238,10 @@ def step_flops_by_kind(step: StepSpec, seq_len: int) -> dict[str, float]:
 def write_profile_trace(run: Run, watched: WatchedStep) -> None:
     """The events of every rank in one trace, whose first event begins at 0."""
 
-    own = watched.profile.trace_events(run.world.rank)
+    world = run.world
+    own = watched.profile.trace_events(world.rank)
     own += run.executor.spans.events
-    by_rank = gather_objects(own, run.world.everyone)
+    by_rank = gather_objects(own, world.everyone)
     if by_rank is None:
         return
     events = list(chain.from_iterable(by_rank))
@@ -255,7 +263,17 @@ def profile_text(run: Run, watched: WatchedStep) -> str:
     if profile.device == "cuda":
         lines = launch_gap_lines(profile)
         console.print("\n".join(lines))
-    return console.export_text().rstrip()
+    text = console.export_text()
+    return text.rstrip()
+
+
+def titled_table(title: str, name: str, *more: str) -> Table:
+    return Table(name, *more, title=title, title_justify="left")
+
+
+def add_number_columns(table: Table, *names: str) -> None:
+    for name in names:
+        table.add_column(name, justify="right")
 
 
 def step_time_table(run: Run, profile: StepProfile) -> Table:
@@ -266,9 +284,8 @@ def step_time_table(run: Run, profile: StepProfile) -> Table:
     # Steps in the order of the model, then phases in the order in which they ran.
     ordered = [name for name in lanes if name in names]
     ordered += [name for name in names if name not in lanes]
-    table = Table("step", "lane", title="time, ms", title_justify="left")
-    for column in ("forward", "backward", "otherwise", "share"):
-        table.add_column(column, justify="right")
+    table = titled_table("time, ms", "step", "lane")
+    add_number_columns(table, "forward", "backward", "otherwise", "share")
     for name in ordered:
         cells = step_time_cells(name, times)
         lane = lanes.get(name, "")
@@ -287,8 +304,11 @@ def step_time_cells(name: str, times: dict[StepPhase, float]) -> list[str]:
             by_direction[phase.direction] = seconds
     cells: list[str] = []
     for direction in DIRECTIONS:
-        seconds = by_direction.get(direction)
-        cells.append("" if seconds is None else f"{seconds * 1e3:.2f}")
+        cell = ""
+        if direction in by_direction:
+            milliseconds = by_direction[direction] * 1e3
+            cell = f"{milliseconds:.2f}"
+        cells.append(cell)
     if name == IN_BACKGROUND.name:
         return [*cells, ""]
     share = sum(by_direction.values()) / total
@@ -296,18 +316,19 @@ def step_time_cells(name: str, times: dict[StepPhase, float]) -> list[str]:
 
 
 def product_rate_table(watched: WatchedStep) -> Table:
-    table = Table("products", title="rate of each class of products", title_justify="left")
-    for column in ("TFLOP", "ms", "TFLOP/s"):
-        table.add_column(column, justify="right")
+    table = titled_table("rate of each class of products", "products")
+    add_number_columns(table, "TFLOP", "ms", "TFLOP/s")
     for name, flops, seconds in watched.products:
         teraflops = flops / 1e12
-        table.add_row(name, f"{teraflops:.3g}", f"{seconds * 1e3:.2f}", f"{teraflops / seconds:.3g}")
+        rate = teraflops / seconds
+        milliseconds = seconds * 1e3
+        table.add_row(name, f"{teraflops:.3g}", f"{milliseconds:.2f}", f"{rate:.3g}")
     return table
 
 
 def memory_table(memory: StepMemory) -> Table:
-    table = Table("memory", title="memory, GiB", title_justify="left")
-    table.add_column("held", justify="right")
+    table = titled_table("memory, GiB", "memory")
+    add_number_columns(table, "held")
     for name, size in memory.resident.items():
         table.add_row(name, f"{size / GIB:.3f}")
     table.add_section()
@@ -322,16 +343,19 @@ def memory_table(memory: StepMemory) -> Table:
 
 def launch_gap_lines(profile: StepProfile) -> list[str]:
     gaps = profile.idle_gaps()
-    idle = 1e3 * sum(gap.seconds for gap in gaps)
+    seconds = [gap.seconds for gap in gaps]
+    idle = 1e3 * sum(seconds)
     long_gaps = [gap for gap in gaps if gap.seconds > LONG_GAP]
     kernels = profile.kernels_run
     lead = 1e3 * median_launch_lead(profile)
     lines = [
+        f"launch overhead: {profile.launch_overhead:.1%} of the step, in which nothing ran",
         f"launch gaps: {idle:.2f} ms in all, {len(long_gaps)} of more than 20 us; "
-        f"{len(kernels)} works, the host {lead:.1f} ms ahead of the device (median)"
+        f"{len(kernels)} works, the host {lead:.1f} ms ahead of the device (median)",
     ]
     for gap in long_gaps[:5]:
-        lines.append(f"  {gap.seconds * 1e6:.0f} us before {gap.before.name} {gap.before.direction}")
+        phase = gap.before
+        lines.append(f"  {gap.seconds * 1e6:.0f} us before {phase.name} {phase.direction}")
     return lines
 
 

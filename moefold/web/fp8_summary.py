@@ -32,38 +32,53 @@ def read_fp8_operands(path: Path, columns: int) -> JsonObject | None:
             continue
         if not series.columns:
             layers = sorted(set(record["layers"]))
-        series.add_step(record["step"], worst_of_layers(record, layers))
+        step = record["step"]
+        worst_KFL = worst_of_layers(record, layers)
+        series.add_step(step, worst_KFL)
         for text in record.get("warnings", []):
-            warnings.append((record["step"], warning_text(text)))
+            warning = step, warning_text(text)
+            warnings.append(warning)
     if not series.columns:
         return None
+    maps: JsonObject = {}
+    for number, kind in enumerate(OPERAND_KINDS):
+        maps[kind] = maps_of_kind(series.columns, number)
     summary: JsonObject = dict(series.column_steps())
     summary["layers"] = layers
     summary["warnings"] = warnings[:MAX_WARNINGS]
-    summary["maps"] = {kind: maps_of_kind(series.columns, number) for number, kind in enumerate(OPERAND_KINDS)}
+    summary["maps"] = maps
     return summary
 
 
 def warning_text(text: Any) -> str:
     told = str(text).removeprefix("warning: ")
-    return "".join(map(escape_character, told[:MAX_LETTERS]))
+    shown = told[:MAX_LETTERS]
+    return "".join(map(escape_character, shown))
 
 
 def is_fp8_record(record: Record) -> bool:
     """Whether a line has a number or null for every figure of every product."""
     layers = record.get("layers")
-    if not 0 <= record["step"] < MOST_STEPS or not isinstance(record.get("warnings", []), list):
+    warnings = record.get("warnings", [])
+    is_step = 0 <= record["step"] < MOST_STEPS
+    if not is_step or not isinstance(warnings, list):
         return False
     if not is_list(layers, int) or not layers:
         return False
-    return all(has_figures(record.get(kind), len(layers)) for kind in OPERAND_KINDS)
+    products = len(layers)
+    return all(has_figures(record.get(kind), products) for kind in OPERAND_KINDS)
 
 
 def has_figures(by_name: Any, products: int) -> bool:
     if not isinstance(by_name, dict):
         return False
-    lists: list[Any] = [by_name.get(name) for name in FIGURES]  # pyright: ignore[reportUnknownMemberType]
-    return all(is_list(values, int | float | None) and len(values) == products for values in lists)
+    for name in FIGURES:
+        values: Any = by_name.get(name)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if not is_list(values, int | float | None):
+            return False
+        if len(values) != products:
+            return False
+    return True
 
 
 def is_list(values: Any, kind: Any) -> bool:
@@ -71,24 +86,33 @@ def is_list(values: Any, kind: Any) -> bool:
     if not isinstance(values, list):
         return False
     entries: list[Any] = values
-    return all(isinstance(x, kind) and (x is None or not abs(x) > LARGEST_FLOAT) for x in entries)
+    return all(isinstance(x, kind) and is_in_range(x) for x in entries)
+
+
+def is_in_range(x: float | None) -> bool:
+    return x is None or not abs(x) > LARGEST_FLOAT
 
 
 def worst_of_layers(record: Record, layers: list[int]) -> np.ndarray:
     """(K, F, L); not a number where a layer has no value."""
-    found = np.full((len(OPERAND_KINDS), len(FIGURES), len(layers)), np.nan)
+    shape = len(OPERAND_KINDS), len(FIGURES), len(layers)
+    found_KFL = np.full(shape, np.nan)
     for k, kind in enumerate(OPERAND_KINDS):
         for f, figure in enumerate(FIGURES):
             worst = layer_extremes(record, kind, figure)
-            found[k, f] = [worst.get(layer, np.nan) for layer in layers]
-    return found
+            found_KFL[k, f] = [worst.get(layer, np.nan) for layer in layers]
+    return found_KFL
 
 
 def maps_of_kind(columns: list[SeriesColumn], kind: int) -> JsonObject:
     maps: JsonObject = {}
     for f, figure in enumerate(FIGURES):
-        maps[figure] = [worst_in_column(column, figure)[kind, f] for column in columns]
-        maps[figure] = [rounded_values(values_L.tolist()) for values_L in maps[figure]]
+        by_column: list[list[float | None]] = []
+        for column in columns:
+            worst_KFL = worst_in_column(column, figure)
+            worst_L = worst_KFL[kind, f].tolist()
+            by_column.append(rounded_values(worst_L))
+        maps[figure] = by_column
     return maps
 
 

@@ -8,6 +8,7 @@ The slider that was moved keeps its value; the others follow in as few halvings 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import log2
@@ -64,8 +65,9 @@ def legal_layouts(raw: Mapping[str, Any], hold: str = "") -> JsonObject:
 
 
 def describe_problem(rule: ConfigRule, case: ConfigOnRanks) -> JsonObject:
-    keys = [slider_name(key) for key in rule.reads]
-    return {"keys": keys, "text": f"{rule.says(case)}; {rule.fix(case)}"}
+    keys = list(map(slider_name, rule.reads))
+    text = f"{rule.says(case)}; {rule.fix(case)}"
+    return {"keys": keys, "text": text}
 
 
 def slider_name(key: str) -> str:
@@ -107,13 +109,14 @@ def candidate_values(r: PlanRequest, key: str) -> Sequence[int]:
         return dividing(r.gpus, powers_of_two(most))
     if key == "parallel.cp":
         most_context = r.config.data.seq_len // CONTEXT_TOKENS
-        most = max(1, most_context)
-        return dividing(r.gpus, powers_of_two(most))
+        degrees = powers_of_two(max(1, most_context))
+        return dividing(r.gpus, degrees)
     if key == "parallel.pp":
         most = min(MOST_PIPELINE, pieces)
         return dividing(r.gpus, range(1, most + 1))
     if key == "pipeline.vpp":
-        most = min(MOST_STAGES, max(1, pieces // 2))
+        halves = max(1, pieces // 2)
+        most = min(MOST_STAGES, halves)
         return range(1, most + 1)
     if key == "parallel.ep":
         experts = model.moe.experts
@@ -142,10 +145,10 @@ def config_value(config: Config, key: str) -> int:
 
 def config_with_layout(config: Config, layout: Layout) -> Config:
     """The configuration with another layout."""
-    sections: dict[str, dict[str, int]] = {}
+    sections = defaultdict[str, dict[str, int]](dict)
     for key, value in layout.items():
         section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
+        sections[section][name] = value
     changed: dict[str, Any] = {}
     for name, values in sections.items():
         section = getattr(config, name)
@@ -208,8 +211,7 @@ def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> I
             continue
         count = len(values[key])
         before = places[:i]
-        after = places[i + 1 :]
-        here = places[i]
+        here, *after = places[i:]
         for place in (here - 1, here + 1):
             if 0 <= place < count:
                 yield (*before, place, *after)
@@ -220,6 +222,7 @@ def layout_distance(now: Layout, layout: Layout) -> float:
     distance = 0.0
     for key in SLIDER_KEYS:
         ratio = layout[key] / now[key]
+        doublings = abs(log2(ratio))
         weight = DISTANCE_WEIGHTS.get(key, 1.0)
-        distance += abs(log2(ratio)) * weight
+        distance += doublings * weight
     return distance

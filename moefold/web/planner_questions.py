@@ -1,8 +1,8 @@
 """Questions of the page to the planner: JSON in, a status and JSON out; a refusal is a list of sentences.
 
-Questions are answered in this process, searches in a separate one that can be killed:
+Questions are answered in separate processes that can be killed, a line each:
 
-    echo '{"model": "qwen3-30b-a3b", "search": true}' | python -m moefold.web.planner_questions
+    echo '["answer", {"model": "qwen3-30b-a3b", "search": true}]' | python -m moefold.web.planner_questions
 """
 
 from __future__ import annotations
@@ -60,6 +60,19 @@ def needs_search(raw: RawQuestion) -> JsonObject:
     return {"search": request.search}
 
 
+QUESTIONS = {
+    "answer": ask_plan_answer,
+    "legal": ask_legal_layouts,
+}
+
+
+def answer_lines() -> None:
+    """Answer the questions of standard input until it ends."""
+    for line in sys.stdin:
+        kind, raw = json.loads(line)
+        reply = QUESTIONS[kind](raw)
+        print(json.dumps(reply), flush=True)
+
+
 if __name__ == "__main__":
-    question = json.load(sys.stdin)
-    json.dump(ask_plan_answer(question), sys.stdout)
+    answer_lines()

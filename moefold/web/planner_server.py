@@ -5,8 +5,8 @@
     POST /legal    a request and `hold`      -> legal values of the sliders, and the nearest legal layout
 
 The server listens on this machine only, and only under its own host name, against DNS rebinding. Questions are JSON in
-a body, which a browser does not let foreign pages send. A search runs in a process of its own, so that sliders stay
-responsive; it is killed when the page disconnects.
+a body, which a browser does not let foreign pages send. They are answered in processes of their own, which are killed
+when the page disconnects or their time is up (question_processes.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import asyncio
 import hashlib
 import json
 import socket
-import subprocess
-import sys
 import webbrowser
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import uvicorn
@@ -36,15 +35,16 @@ from moefold.config.errors import UserError, printable_text
 from moefold.layout.spawn import check_port_is_free
 from moefold.web.page_template import RenderedPage, render_page
 from moefold.web.planner_page import planner_page_data
-from moefold.web.planner_questions import JsonObject, Reply, ask_legal_layouts, ask_needs_search, ask_plan_answer
+from moefold.web.planner_questions import JsonObject, Reply, ask_needs_search
+from moefold.web.question_processes import QuestionProcesses
 
-AskPlanner = Callable[[JsonObject], Reply]
 AsyncReply = Callable[[JsonObject], Awaitable[Reply]]
 
 LOOPBACK = "127.0.0.1"
 MAX_QUESTION_BYTES = 16_384
 MAX_CONCURRENT = 2  # searches, and other answers, at the same time
-SEARCH_COMMAND = (sys.executable, "-m", "moefold.web.planner_questions")
+ANSWER_SECONDS = 60.0  # that one layout may take, or the legal values of the sliders
+SEARCH_SECONDS = 600.0
 PLANNER_STYLES = ("page.css", "planner.css")
 PLANNER_SCRIPTS = ("marks.js", "explore.js", "charts.js", "controls.js", "planner.js")
 
@@ -82,7 +82,13 @@ def planner_app() -> Starlette:
         Middleware(HeadersMiddleware, headers=security_headers(page)),
         Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False),
     ]
-    return Starlette(routes=routes, middleware=middleware)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await endpoints.processes.end()
+
+    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
 
 
 def security_headers(page: RenderedPage) -> dict[str, str]:
@@ -142,11 +148,12 @@ class PlannerEndpoints:
 
     def __init__(self) -> None:
         self.slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self.processes = QuestionProcesses()
         self.searching = 0
 
     async def post_legal(self, request: Request) -> Response:
         async def find_legal_layouts(raw: JsonObject) -> Reply:
-            return await self.answer_in_slot(request, ask_legal_layouts, raw)
+            return await self.answer_in_slot(request, "legal", raw)
 
         return await respond_json(request, find_legal_layouts)
 
@@ -157,15 +164,15 @@ class PlannerEndpoints:
                 return status, body
             if body["search"]:
                 return await self.search_layouts(request, raw)
-            return await self.answer_in_slot(request, ask_plan_answer, raw)
+            return await self.answer_in_slot(request, "answer", raw)
 
         return await respond_json(request, answer_or_search)
 
-    async def answer_in_slot(self, request: Request, ask: AskPlanner, raw: JsonObject) -> Reply:
+    async def answer_in_slot(self, request: Request, kind: str, raw: JsonObject) -> Reply:
         async with self.slots:
             if await request.is_disconnected():  # the slider moved on while the question waited
                 return 499, {}
-            return await run_in_threadpool(ask, raw)
+            return await self.processes.ask(request, kind, raw, ANSWER_SECONDS)
 
     async def search_layouts(self, request: Request, raw: JsonObject) -> Reply:
         if self.searching >= MAX_CONCURRENT:
@@ -173,45 +180,9 @@ class PlannerEndpoints:
             return 429, {"problems": [problem]}
         self.searching += 1
         try:
-            return await search_in_subprocess(request, raw)
+            return await self.processes.ask(request, "answer", raw, SEARCH_SECONDS)
         finally:
             self.searching -= 1
-
-
-async def search_in_subprocess(request: Request, raw: JsonObject) -> Reply:
-    """Search in a process of its own, which is killed when the client disconnects."""
-    process = await asyncio.create_subprocess_exec(
-        *SEARCH_COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches the server alone, which ends it
-    )
-    question = json.dumps(raw).encode()
-    search = asyncio.create_task(process.communicate(question))
-    disconnect = asyncio.create_task(wait_for_disconnect(request))
-    # Whichever comes first: the answer, or the end of the connection.
-    try:
-        await asyncio.wait({search, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not search.done():
-            return 499, {}
-        output, _ = search.result()
-        if process.returncode:
-            return 500, {"problems": ["the search failed; the terminal of moefold web shows the error"]}
-        status, body = json.loads(output)
-        return status, body
-    except asyncio.CancelledError:
-        # Nothing waits for this task when the server shuts down: it may end as an answer.
-        return 503, {"problems": ["moefold web is ending"]}
-    finally:
-        disconnect.cancel()
-        if process.returncode is None:
-            process.kill()
-
-
-async def wait_for_disconnect(request: Request) -> None:
-    message = await request.receive()
-    while message["type"] != "http.disconnect":
-        message = await request.receive()
 
 
 async def respond_json(request: Request, reply: AsyncReply) -> Response:

@@ -56,10 +56,13 @@ def require_run_folder(folder: Path) -> None:
             missing.append(name)
     if missing:
         hint = "give a folder `moefold train` wrote"
-        inside = [str(run) for run in run_folders_in(folder)]
-        if inside:
-            hint = f"there are runs inside: {', '.join(inside[:SHOWN_RUNS])}"
-        raise UserError(f"{folder} is no run: it has no {' and no '.join(missing)}; {hint}")
+        runs = run_folders_in(folder)
+        if runs:
+            shown = map(str, runs[:SHOWN_RUNS])
+            inside = ", ".join(shown)
+            hint = f"there are runs inside: {inside}"
+        files = " and no ".join(missing)
+        raise UserError(f"{folder} is no run: it has no {files}; {hint}")
 
 
 def run_folders_in(folder: Path) -> list[Path]:
@@ -105,12 +108,14 @@ class MetricSeries:
         # Maps: one number a layer.
         for name in LAYER_METRICS:
             value_L = as_float_array(record.get(name), 1)
-            if value_L is not None:
-                self.maps[name].add_step(step, value_L)
-                total = value_L.sum()
-                if name == "drop_rate":
-                    total = value_L.mean()
-                self.last[name] = float(total)
+            if value_L is None:
+                continue
+            series = self.maps[name]
+            series.add_step(step, value_L)
+            total = value_L.sum()
+            if name == "drop_rate":
+                total = value_L.mean()
+            self.last[name] = float(total)
 
     def last_values(self) -> dict[str, float | None]:
         rounded: dict[str, float | None] = {}
@@ -160,8 +165,8 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
 
 
 def moe_layer_numbers(config: Config) -> list[int]:
-    layers = range(config.model.layers)
     model = config.model
+    layers = range(model.layers)
     return [layer for layer in layers if is_moe_layer(model, layer)]
 
 
@@ -184,7 +189,8 @@ def layer_heatmap(name: str, series: DownsampledSeries) -> JsonObject:
     values: list[list[float | None]] = []
     for column in series.columns:
         value_L = column.high if name in WORST_STEP_METRICS else column.mean
-        values.append(rounded_values(value_L.tolist()))
+        rounded = rounded_values(value_L.tolist())
+        values.append(rounded)
     heatmap["values"] = values
     return heatmap
 
@@ -240,17 +246,20 @@ def encode_log_bytes(ratios: np.ndarray) -> tuple[float, float, np.ndarray]:
     """One byte a ratio, 1 to 254 evenly on a log scale from the lowest to the highest there is: loads between 1/32
     and 8 times the even share are exact to about one per cent."""
     finite = np.isfinite(ratios)
-    positive = ratios[finite & (ratios > 0)]
-    low = high = 0.0
+    is_positive = ratios > 0
+    positive = ratios[finite & is_positive]
+    low = 0.0
+    high = 0.0
     if positive.size:
         low = float(np.log2(positive.min()))
         high = float(np.log2(positive.max()))
     span = max(high - low, 1e-9)
+    codes_above_first = HIGHEST_CODE - 1
     with np.errstate(divide="ignore", invalid="ignore"):
         share = (np.log2(ratios) - low) / span
-        place = 1 + np.rint(share * (HIGHEST_CODE - 1))
+        place = 1 + np.rint(share * codes_above_first)
     without_tokens = np.where(finite, CODE_NONE, CODE_UNKNOWN)
-    codes = np.where(ratios > 0, place, without_tokens)
+    codes = np.where(is_positive, place, without_tokens)
     return low, high, codes.astype(np.uint8)
 
 

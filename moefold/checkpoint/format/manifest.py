@@ -12,12 +12,14 @@ import json
 from typing import Any
 
 from moefold.checkpoint.format.storage import StoragePath
+from moefold.printable import printable_text
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 LEDGER_FILE = "ledger.json"
 METADATA_FILES = (LEDGER_FILE, STATE_FILE)
 CHECKPOINT_FORMAT = "moefold checkpoint 2"
+LARGEST_MANIFEST = 256 << 20  # bytes; a line of some 130 for each rank
 PICKLE_SUFFIXES = (".pt", ".bin", ".pkl")
 
 Manifest = dict[str, Any]
@@ -61,13 +63,16 @@ def unseal_manifest(raw: bytes) -> Manifest:
     if claimed != content_digest(content) or seal_manifest(content) != raw:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} does not match its own digest")
     if content.get("format") != CHECKPOINT_FORMAT:
-        raise DamagedCheckpoint(f"its format is {content.get('format')!r}; this version reads {CHECKPOINT_FORMAT!r}")
+        found = printable_text(repr(content.get("format")))
+        raise DamagedCheckpoint(f"its format is {found}; this version reads {CHECKPOINT_FORMAT!r}")
     return content
 
 
 def read_manifest(folder: StoragePath) -> Manifest:
     path = folder / MANIFEST_FILE
     if path.is_file() and not path.is_symlink():
+        if path.stat().st_size > LARGEST_MANIFEST:
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} has more than {LARGEST_MANIFEST >> 20} MiB")
         return unseal_manifest(path.read_bytes())
     hint = ""
     if holds_pickled_files(folder):
@@ -90,7 +95,7 @@ def listed_files(content: Manifest) -> FileList:
         for name, entry in content["files"].items():
             size = int(entry["bytes"])
             files[name] = (size, str(entry["sha256"]))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} does not list files with sizes and digests") from None
     for name in METADATA_FILES:
         if name not in files:

@@ -6,6 +6,7 @@ A run has one folder per checkpoint, named by its step.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,14 +97,21 @@ def retire_later_checkpoints(folder: StoragePath, step: int) -> None:
             retire_checkpoint(checkpoint, "superseded")
 
 
-def prune_checkpoints(folder: StoragePath, keep: RetentionPolicy, newest: StoragePath) -> None:
-    """Remove the checkpoints that the policy does not keep. The one just written always stays."""
+def prune_checkpoints(folder: StoragePath, keep: RetentionPolicy, newest: StoragePath) -> list[str]:
+    """Remove the checkpoints that the policy does not keep. The one just written always stays, and so do links, which
+    no run has made. Returns what could not be removed, and why: that does not undo the checkpoint just written."""
     committed = committed_checkpoints(folder)
-    others = [old for old in committed if old != newest]
+    others = [old for old in committed if old != newest and not old.is_symlink()]
+    problems: list[str] = []
     for old in others[keep.last - 1 :]:
         step = step_of_folder(old)
-        if not keep.keeps_forever(step):
+        if keep.keeps_forever(step):
+            continue
+        try:
             remove_tree(old)
+        except OSError as error:
+            problems.append(f"{old} cannot be removed: {error.strerror or error}")
+    return problems
 
 
 def update_latest_link(final: StoragePath) -> None:
@@ -111,6 +119,7 @@ def update_latest_link(final: StoragePath) -> None:
     looks for the newest intact checkpoint itself. Object stores have no links."""
     if isinstance(final, Path):
         link = final.parent / "latest.tmp"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        os.replace(link, final.parent / "latest")
+        with suppress(OSError):  # the checkpoint is there without it
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            os.replace(link, final.parent / "latest")

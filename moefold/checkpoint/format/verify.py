@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from moefold.checkpoint.format.boxes import Box, element_count
 from moefold.checkpoint.format.ledger import (
@@ -39,6 +39,8 @@ from moefold.checkpoint.format.reader import BoxReader, ChunkIndex, StoredChunk,
 from moefold.checkpoint.format.storage import StoragePath
 from moefold.config.errors import printable_text
 
+LARGEST_METADATA = 1 << 30  # bytes of a ledger; some hundred for each tensor and expert
+LARGEST_POSITION = 1 << 62  # of a step, or of sequences consumed
 MOST_CLAIMED = 1 << 10  # a ledger that claims more than this many times a tensor's stored values is not believed
 
 HashWork = list[tuple[str, HashPiece]]
@@ -178,8 +180,8 @@ def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
 
 def file_problem(folder: StoragePath, name: str, size: int) -> str | None:
     """The problem of a file that can be seen without opening it."""
-    if "/" in name or "\0" in name or name in ("", ".", ".."):
-        return f"{name!r} is no name of a file"
+    if "/" in name or not name.isprintable() or name in ("", ".", ".."):
+        return f'"{printable_text(name)}" is no name of a file'
     file = folder / name
     if file.is_symlink():
         return f"{name} is a link; expected the file itself"
@@ -192,7 +194,10 @@ def file_problem(folder: StoragePath, name: str, size: int) -> str | None:
 
 
 def read_verified(folder: StoragePath, name: str, sha256: str) -> bytes:
-    raw = (folder / name).read_bytes()
+    file = folder / name
+    if file.stat().st_size > LARGEST_METADATA:
+        raise DamagedCheckpoint(f"{name} has more than {LARGEST_METADATA >> 20} MiB")
+    raw = file.read_bytes()
     if sha256_hex(raw) != sha256:
         raise DamagedCheckpoint(f"{name} does not match its digest: its content changed after it was written")
     return raw
@@ -205,7 +210,19 @@ def parse_run_state(raw: bytes) -> dict[str, Any]:
         state = None
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{STATE_FILE} is not readable")
-    return state
+    return cast(dict[str, Any], state)
+
+
+def require_run_position(state: Mapping[str, Any]) -> None:
+    """Refuse a state that no run can continue from."""
+    for name in ("step", "consumed"):
+        number = state.get(name)
+        if type(number) is not int or not 0 <= number < LARGEST_POSITION:
+            shown = printable_text(repr(number))
+            raise DamagedCheckpoint(f"{STATE_FILE} has {name} = {shown}; expected a whole number from 0 on")
+    for name in ("config", "sources"):
+        if not isinstance(state.get(name, {}), dict) or "config" not in state:
+            raise DamagedCheckpoint(f"{STATE_FILE} has no names with values under {name}")
 
 
 def hash_stored_pieces(opened: OpenedCheckpoint, work: HashWork) -> PieceDigests:

@@ -89,12 +89,12 @@ def export_hf_weights(
     yield from iterate_hf_tensors(table, boxes.fetch_box, dtypes)
 
 
-def refuse_lost_biases(held: dict[str, LocalTensor], table: NameTable, world: World) -> None:
+def refuse_lost_biases(held: dict[str, list[LocalTensor]], table: NameTable, world: World) -> None:
     """Refuse to drop non-zero selection biases: a family without them would route otherwise."""
     lost: set[str] = set()
-    for name, local in held.items():
+    for name, parts in held.items():
         written = name in table.pieces_by_ours
-        if not written and bool(local.tensor.count_nonzero()):
+        if not written and any(bool(part.tensor.count_nonzero()) for part in parts):
             lost.add(name)
     names = sorted(union_of_sets(lost, world.pp))  # all ranks of a stage hold the same biases
     if names:
@@ -104,22 +104,20 @@ def refuse_lost_biases(held: dict[str, LocalTensor], table: NameTable, world: Wo
         )
 
 
-HeldParts = dict[str, tuple[torch.dtype, Box]]  # by tensor: what a rank holds of it
+PartOfRank = tuple[str, Box]  # the name of a tensor, and a part of it that a rank holds
+HeldParts = dict[PartOfRank, torch.dtype]
 
 
-def choose_contributors(parts_by_rank: list[HeldParts]) -> tuple[dict[str, torch.dtype], list[set[str]]]:
-    """The dtype of every tensor, and for each rank the tensors that it contributes: the first rank that holds a part
+def choose_contributors(parts_by_rank: list[HeldParts]) -> tuple[dict[str, torch.dtype], list[set[PartOfRank]]]:
+    """The dtype of every tensor, and for each rank the parts that it contributes: the first rank that holds a part
     contributes it."""
     dtypes: dict[str, torch.dtype] = {}
-    chosen: set[tuple[str, Box]] = set()
-    contributed: list[set[str]] = []
+    chosen: set[PartOfRank] = set()
+    contributed: list[set[PartOfRank]] = []
     for parts in parts_by_rank:
-        mine: set[str] = set()
-        for name, (dtype, part) in parts.items():
-            dtypes[name] = dtype
-            if (name, part) not in chosen:
-                chosen.add((name, part))
-                mine.add(name)
+        dtypes |= {name: dtype for (name, _), dtype in parts.items()}
+        mine = parts.keys() - chosen
+        chosen |= mine
         contributed.append(mine)
     return dtypes, contributed
 
@@ -130,16 +128,16 @@ class GatheredBoxes:
     Each part is contributed by one rank, the first of its replicas. The other ranks add zeros to its bytes, so that the
     all-reduce keeps every bit."""
 
-    def __init__(self, held: dict[str, LocalTensor], world: World):
+    def __init__(self, held: dict[str, list[LocalTensor]], world: World):
         self.held = held
         self.world = world
         mine: HeldParts = {}
-        for name, local in held.items():
-            dtype = local.tensor.dtype
-            mine[name] = (dtype, local.part)
+        for name, parts in held.items():
+            for part in parts:
+                mine[name, part.part] = part.tensor.dtype
         parts_by_rank = gather_objects(mine, world.everyone)
         dtypes: dict[str, torch.dtype] = {}
-        contributed: list[set[str]] | None = None
+        contributed: list[set[PartOfRank]] | None = None
         if parts_by_rank is not None:
             dtypes, contributed = choose_contributors(parts_by_rank)
         self.dtypes = broadcast_object(dtypes, world.everyone)
@@ -150,8 +148,9 @@ class GatheredBoxes:
         device = self.world.device
         shape = box_sizes(box)
         values = torch.zeros(shape, dtype=dtype, device=device)
-        if name in self.contributed:
-            self.copy_overlap(self.held[name], box, values)
+        for part in self.held.get(name, []):
+            if (name, part.part) in self.contributed:
+                self.copy_overlap(part, box, values)
         as_bytes = values.view(torch.uint8)
         all_reduce_no_grad(as_bytes, self.world.everyone)
         return values

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.format.safetensors_header import StoredTensor, tensors_in_file
+from moefold.config.bounded_files import read_bounded_file
 from moefold.config.errors import UserError, printable_text
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,7 +62,7 @@ def is_plain_name(name: Any) -> bool:
 
 def read_json_file(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bounded_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON: {printable_text(str(error))}") from None
     if not isinstance(content, dict):

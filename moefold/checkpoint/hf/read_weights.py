@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from moefold.checkpoint.format.boxes import Box, box_sizes, box_slices, relative_box, whole_box
+from moefold.checkpoint.format.boxes import Box, box_sizes, box_slices, element_count, relative_box, whole_box
 from moefold.checkpoint.format.storage import StoragePath
 from moefold.checkpoint.hf.dequantise import DequantisedTensor, dequantised_tensors
 from moefold.checkpoint.hf.model_folder import ModelFolder, first_few_lines
 from moefold.checkpoint.hf.name_table import NameTable, TensorAlias
 from moefold.checkpoint.hf.piece_values import FetchBox, read_piece_values
+from moefold.checkpoint.live.logical_tensors import boxes_in_whole
 from moefold.comm.consensus import result_of_every_rank
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
-from moefold.layout.declare import declared_parameters
+from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_share import held_share_of
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 COMPARED_BYTES = 1 << 28  # bytes of an alias that are compared at a time
@@ -27,28 +29,41 @@ MOST_GUESSES = 2000  # missing names for which similar ones are looked for; more
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """The part of one of our tensors that this rank holds: its values, and its box in the whole tensor."""
+    """A part of one of our tensors that this rank holds: its values, and its box in the whole tensor."""
 
     tensor: torch.Tensor
     part: Box
     stacked: bool = False  # dim 0 counts experts
 
 
-def local_tensors(model: nn.Module) -> dict[str, LocalTensor]:
-    """Parameters and selection biases by name. `state_dict` waits for weights that are still being gathered."""
+def local_tensors(model: nn.Module) -> dict[str, list[LocalTensor]]:
+    """The held parts of parameters and selection biases by name. `state_dict` waits for weights that are still being
+    gathered."""
     declared = {parameter.name: parameter for parameter in declared_parameters(model)}
-    held: dict[str, LocalTensor] = {}
+    held: dict[str, list[LocalTensor]] = {}
     for name, tensor in model.state_dict().items():
         if name in declared:
-            parameter = declared[name]
-            part = tuple(parameter.part)
-            stacked = parameter.declaration.stacked
-            values = tensor.detach()
-            held[name] = LocalTensor(values, part, stacked)
+            held[name] = local_parts(tensor.detach(), declared[name])
         elif is_selection_bias(name):
             part = whole_box(tensor.shape)
-            held[name] = LocalTensor(tensor.detach(), part)
+            held[name] = [LocalTensor(tensor.detach(), part)]
     return held
+
+
+def local_parts(values: Tensor, parameter: DeclaredParameter) -> list[LocalTensor]:
+    """A parameter's part on this rank; of a fully sharded one the boxes of this rank's share."""
+    stacked = parameter.declaration.stacked
+    share = held_share_of(parameter.tensor)
+    if share is None:
+        part = tuple(parameter.part)
+        return [LocalTensor(values, part, stacked)]
+    first, flat = share
+    parts: list[LocalTensor] = []
+    for begin, box in boxes_in_whole(first, first + len(flat), parameter):
+        start = begin - first
+        elements = flat[start : start + element_count(box)]
+        parts.append(LocalTensor(elements.view(box_sizes(box)), box, stacked))
+    return parts
 
 
 def is_selection_bias(name: str) -> bool:
@@ -131,8 +146,9 @@ def load_folder_weights(weights: FolderWeights, table: NameTable, model: nn.Modu
 @torch.no_grad()
 def fill_local_model(weights: FolderWeights, table: NameTable, model: nn.Module) -> None:
     """Fill the local part of the model from files that were checked."""
-    for name, held in local_tensors(model).items():
-        fill_local_tensor(name, held, weights, table)
+    for name, parts in local_tensors(model).items():
+        for held in parts:
+            fill_local_tensor(name, held, weights, table)
 
 
 def fill_local_tensor(name: str, held: LocalTensor, weights: FolderWeights, table: NameTable) -> None:

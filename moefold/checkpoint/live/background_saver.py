@@ -93,7 +93,7 @@ class BackgroundSaver:
                 copy_to_host(image, parts, ready, self.world)
             finally:
                 self.copied.set()
-            write_checkpoint(self.checkpoints, self.step, plan, image, state, self.keep, self.world)
+            write_checkpoint(self.checkpoints, self.step, plan, image, state, self.keep, self.world, self.say)
         except BaseException as error:
             self.error = error
 

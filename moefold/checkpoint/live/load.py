@@ -21,7 +21,13 @@ from moefold.observe.printer import Printer
 
 TensorParts = Mapping[str, TensorPart]
 SHOWN_PROBLEMS = 3  # of a damaged checkpoint that is skipped; `moefold ckpt verify` shows all
-OPTIONAL_PREFIXES = ("random.", "precision.")  # of state that a run may lack, or have where the checkpoint lacks it
+OPTIONAL_PREFIXES = (
+    "random.",
+    "precision.",
+    "clipping.",
+)  # of state that a run may lack, or have where the checkpoint lacks it
+STATE_PREFIX = "optimizer."
+MAIN_SUFFIX = ".main"
 MOST_MISMATCHES = 20  # shown in full when a checkpoint does not fit
 
 
@@ -89,17 +95,30 @@ def explain_no_checkpoint(path: StoragePath, option: str) -> str:
 
 
 def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: set[str], world: World) -> None:
-    """Fill the tensors in place. Tensors that are missing, left over, or of another shape or dtype are refused, all at
-    once. Tensors of `optional` names that the checkpoint lacks, or has in another shape, stay as they are."""
+    """Fill the tensors in place. Tensors that are missing, left over, or of another shape are refused, all at once, and
+    so are weights of another dtype; optimizer state is converted. Main weights that the checkpoint lacks are its
+    weights. Tensors of `optional` names that the checkpoint lacks, or has in another shape, stay as they are."""
     wanted: dict[str, TensorPart] = {}
-    specs: dict[str, TensorSpec] = {}
+    from_weights: dict[str, TensorPart] = {}  # main weights, by the names of the weights
     for name, tensor in tensors.items():
         part = as_tensor_part(tensor)
-        if name not in optional or fits_saved(found.ledger, name, part):
+        weight = weight_of_main(name)
+        if weight is not None and name not in found.ledger:
+            from_weights[weight] = part
+        elif name not in optional or fits_saved(found.ledger, name, part):
             wanted[name] = part
-            specs[name] = part.spec
+    specs = {name: part.spec for name, part in wanted.items()}
     refuse_mismatches(found, found.ledger, specs, world)
     fill_on_every_rank(found, wanted, world)
+    fill_on_every_rank(found, from_weights, world)
+
+
+def weight_of_main(name: str) -> str | None:
+    """The name of the weight that an optimizer's main weight belongs to; None for other tensors."""
+    if name.startswith(STATE_PREFIX) and name.endswith(MAIN_SUFFIX):
+        parameter = name.removeprefix(STATE_PREFIX).removesuffix(MAIN_SUFFIX)
+        return MODEL_PREFIX + parameter
+    return None
 
 
 def fits_saved(ledger: Ledger, name: str, part: TensorPart) -> bool:
@@ -129,7 +148,7 @@ def load_weights(found: FoundCheckpoint, model: LogicalTensors, world: World) ->
 
 def main_weight_or_itself(ledger: Ledger, name: str) -> str:
     """The name of the fp32 main weight that a model's weight was rounded from, if it was saved; else the name."""
-    main = f"optimizer.{name.removeprefix(MODEL_PREFIX)}.main"
+    main = STATE_PREFIX + name.removeprefix(MODEL_PREFIX) + MAIN_SUFFIX
     return main if main in ledger else name
 
 
@@ -164,12 +183,14 @@ def spec_mismatches(ledger: Ledger, wanted: TensorSpecs, held: set[str]) -> list
     for name in sorted(missing):
         problems.append(f'"{name}" is not in the checkpoint{did_you_mean(name, ledger)}')
     for name in sorted(ledger.keys() - held):
-        if not name.startswith(OPTIONAL_PREFIXES):
+        if not name.startswith(OPTIONAL_PREFIXES) and weight_of_main(name) not in held:
             problems.append(f'"{name}" is in the checkpoint, but the model has no such tensor')
     common = wanted.keys() & ledger.keys()
     for name in sorted(common):
         expected = wanted[name]
         saved = ledger[name].spec
+        if name.startswith(STATE_PREFIX):
+            saved = saved._replace(dtype=expected.dtype)  # any type is converted to any other
         if expected[:2] != saved[:2]:  # dtype and shape
             problems.append(f'"{name}" is {saved} in the checkpoint; the model expects {expected}')
     more = len(problems) - MOST_MISMATCHES

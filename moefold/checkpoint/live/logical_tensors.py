@@ -26,6 +26,7 @@ from moefold.checkpoint.format.boxes import (
 from moefold.checkpoint.format.ledger import TensorSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaredParameter, PartOfTensor, declared_parameters
+from moefold.layout.held_share import held_share_of
 from moefold.shard.storage import LogicalValues
 
 
@@ -160,6 +161,10 @@ def hold_flat_box(box: Box, first: int, values: FlatValues) -> HeldBox:
 
 
 def part_of_parameter(tensor: Tensor, parameter: DeclaredParameter) -> TensorPart:
+    """A parameter of which this rank holds its part whole, or a share of the part."""
+    share = held_share_of(parameter.tensor)
+    if share is not None:
+        return part_of_state(parameter, share.first, share.values)
     declaration = parameter.declaration
     box = tuple(parameter.part)
     held = hold_box(box, tensor)

@@ -68,6 +68,7 @@ from moefold.comm.consensus import attempt, gather_results, keep_error, raise_fi
 from moefold.comm.host_objects import gather_objects, scatter_objects
 from moefold.config.errors import UserError
 from moefold.layout.axes import World
+from moefold.observe.printer import Printer, print_nothing
 from moefold.version import __version__
 
 T = TypeVar("T")
@@ -137,6 +138,7 @@ def write_checkpoint(
     state: dict[str, Any],
     keep: RetentionPolicy,
     world: World,
+    say: Printer = print_nothing,
 ) -> StoragePath:
     """From filled host images to a committed checkpoint. Every rank calls this."""
     final = checkpoints / step_folder_name(step)
@@ -169,7 +171,8 @@ def write_checkpoint(
 
     run_on_rank_zero(commit, world, checkpoints)
     prune = partial(prune_checkpoints, checkpoints, keep, final)
-    run_on_rank_zero(prune, world, checkpoints)
+    for problem in run_on_rank_zero(prune, world, checkpoints):
+        say(f"warning: {problem}")
     return final
 
 

@@ -1,9 +1,11 @@
-"""What every kind of attention has: norm, projections, the reach of a layer, the scale of scores, sinks."""
+"""What every kind of attention has: norm, projections, rotation, the reach of a layer, the scale of scores, sinks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +13,13 @@ from torch import Tensor
 from moefold.anatomy.step_specs import sliding_window_of
 from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
 from moefold.config.errors import UserError
-from moefold.config.run import ModelConfig
+from moefold.config.run import ModelConfig, RopeConfig
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
-from moefold.model.attention.rope_tables import softmax_scale
+from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
+from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
@@ -32,7 +37,9 @@ class LogitWatch:
     @torch.no_grad()
     def note(self, *inputs: object) -> None:
         largest_H = self.op(*inputs)
-        self.largest_H = largest_H if self.largest_H is None else self.largest_H.maximum(largest_H)
+        if self.largest_H is not None:
+            largest_H = self.largest_H.maximum(largest_H)
+        self.largest_H = largest_H
 
     def take(self) -> Tensor:
         assert self.largest_H is not None, "no microbatch has passed"
@@ -41,58 +48,78 @@ class LogitWatch:
         return largest_H
 
 
+class HeadVectors(NamedTuple):
+    """Queries, keys and values of this rank's heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class AttentionBase(DeclaringModule):
+    out: Linear
+
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(parts.world)
         a = model.attention
-        self.tp = parts.world.axis("tp")
-        self.gather_tokens = bind_collective(all_gather, self.tp)  # all tokens of this cp rank, for this rank's heads
-        self.scatter_sums = bind_collective(reduce_scatter, self.tp)  # sums over all heads; a rank keeps its own tokens
+        tp = self.world.axis("tp")
+        self.tp = tp
+        self.gather_tokens = bind_collective(all_gather, tp)  # all tokens of this cp rank, for this rank's heads
+        self.scatter_sums = bind_collective(reduce_scatter, tp)  # sums over all heads; a rank keeps its own tokens
         self.context = parts.context
-        self.scale = softmax_scale(a.head_dim, a.rope)
+        width = a.head_dim
+        self.scale = softmax_scale(width, a.rope)
         self.window = sliding_window_of(model, layer)
         self.sinks = None
         if a.sinks:
+            heads = a.heads
             by_head = sharded_over_tp(0)
-            sinks = self.declare_parameter("sinks", a.heads, placement=by_head, std=0.0)
-            self.sinks = sinks
-        kernels = parts.kernels
-        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, self.world)
+            self.sinks = self.declare_parameter("sinks", heads, placement=by_head, std=0.0)
+        self.norm = AddNorm(model, parts)
         self.std = model.init_std
-        residual_adds = 2 * model.layers
-        self.out_std = self.std / residual_adds**0.5
+        self.out_std = output_std(model)
         self.logit_watch: LogitWatch | None = None  # set where logits are clipped (optim/qk_clip.py)
         self.core = Region("core")
         self.out_region = Region("out")
 
     def make_linear(self, inputs: int, outputs: int, bias: bool = False) -> Linear:
         """A projection that every tp rank holds whole."""
-        return Linear(self.world, inputs, outputs, bias=bias, std=self.std)
+        world = self.world
+        std = self.std
+        return Linear(world, inputs, outputs, bias=bias, std=std)
 
     def make_head_linear(self, inputs: int, heads: int, width: int, bias: bool = False) -> Linear:
         """A projection to heads, which tp cuts."""
         by_head = sharded_over_tp(0)
-        return Linear(self.world, inputs, heads, width, bias=bias, std=self.std, placement=by_head, rows="heads")
+        outputs = (heads, width)
+        world = self.world
+        std = self.std
+        return Linear(world, inputs, *outputs, bias=bias, std=std, placement=by_head, rows="heads")
 
     def make_out_linear(self, inputs: int, outputs: int, bias: bool) -> Linear:
         """The projection of all heads back to the stream: each tp rank computes a summand."""
         by_input = sharded_over_tp(1)
-        return Linear(self.world, inputs, outputs, bias=bias, std=self.out_std, placement=by_input)
+        world = self.world
+        std = self.out_std
+        return Linear(world, inputs, outputs, bias=bias, std=std, placement=by_input)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: TokenShard) -> Tensor:
-        """(C, H x V): what the context mechanism gives for each token, its heads joined."""
-        self.note_logits(q, k, shard)
+    def attend(self, heads: HeadVectors, shard: TokenShard) -> Tensor:
+        """(T, D): what the context mechanism gives for each token, its heads joined and projected back."""
+        q, k, v = heads
         scale = self.scale
         window = self.window
         begins_BS = shard.begins_BS
-        y_BSHV = self.core(self.context, q, k, v, scale, window, self.sinks, begins_BS)
+        watch = self.logit_watch
+        if self.training and watch is not None:
+            watch.note(q, k, scale, window, begins_BS)
+        sinks = self.sinks
+        context = self.context
+        y_BSHV = self.core(context, q, k, v, scale, window, sinks, begins_BS)
         y_BSN = y_BSHV.flatten(2)
-        return y_BSN.flatten(0, 1)
-
-    def note_logits(self, q: Tensor, k: Tensor, shard: TokenShard) -> None:
-        """Remember the largest logit of each head, in training, where logits are clipped."""
-        if self.training and self.logit_watch is not None:
-            self.logit_watch.note(q, k, self.scale, self.window, shard.begins_BS)
+        y_CN = y_BSN.flatten(0, 1)
+        project = self.out
+        summand_CD = self.out_region(project, y_CN)
+        return self.scatter_sums(summand_CD)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its
@@ -105,3 +132,64 @@ class AttentionBase(DeclaringModule):
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""
         raise NotImplementedError
+
+
+@lru_cache(maxsize=16)
+def rope_angles(length: int, dims: int, config: RopeConfig, dtype: torch.dtype, device: torch.device) -> RopeAngles:
+    """The tables of all positions on a device, in fp32 or better. All layers of a model share them."""
+    with torch.inference_mode(False):  # tables made while generating are used in training too
+        cos_Sd, sin_Sd = rotary_tables(length, dims, config)
+        cos_Sd = cos_Sd.to(device, dtype)
+        sin_Sd = sin_Sd.to(device, dtype)
+        return RopeAngles(cos_Sd, sin_Sd)
+
+
+class Rotary:
+    """Rotates the first or the last `dims` of a head; the other dims stay as they are."""
+
+    def __init__(self, dims: int, config: RopeConfig, seq_len: int, kernels: BoundKernels):
+        self.dims = dims
+        self.config = config
+        self.seq_len = seq_len
+        parameters = torch.get_default_dtype()
+        self.dtype = torch.promote_types(parameters, torch.float32)
+        self.rope = kernels[rope]
+        self.begins_anew = kernels.facts.invariant  # with each document, so that bits do not depend on its place
+
+    def angles(self, shard: TokenShard) -> RopeAngles:
+        """The tables at the positions that this rank holds."""
+        device = shard.device
+        length = shard.length
+        dtype = self.dtype
+        tables = rope_angles(self.seq_len, self.dims, self.config, dtype, device)
+        held = slice(length)
+        if shard.cp.size > 1:
+            held = shard.local_positions
+        begins_BS = shard.begins_BS
+        if self.begins_anew and begins_BS is not None:
+            position_S = torch.arange(length, device=device)
+            held = position_S - begins_BS
+        cos = tables.cos_Sd[held]
+        sin = tables.sin_Sd[held]
+        return RopeAngles(cos, sin)
+
+    def first(self, x_BSHD: Tensor, shard: TokenShard) -> Tensor:
+        angles = self.angles(shard)
+        dims = self.dims
+        width = x_BSHD.shape[-1]
+        if dims == width:
+            return self.rope(x_BSHD, angles)
+        rotating = x_BSHD[..., :dims]
+        staying = x_BSHD[..., dims:]
+        rotated = self.rope(rotating, angles)
+        parts = (rotated, staying)
+        return torch.cat(parts, dim=-1)
+
+    def last(self, x_BSHD: Tensor, shard: TokenShard) -> Tensor:
+        angles = self.angles(shard)
+        dims = self.dims
+        staying = x_BSHD[..., :-dims]
+        rotating = x_BSHD[..., -dims:]
+        rotated = self.rope(rotating, angles)
+        parts = (staying, rotated)
+        return torch.cat(parts, dim=-1)

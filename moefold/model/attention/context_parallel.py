@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ from moefold.kernels.attention.masked import sink_gradient
 from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis, World
-from moefold.model.token_layout import zigzag_positions
+from moefold.model.token_layout import order_by_position, zigzag_positions
 
 # q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS -> y
 ContextMechanism = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None], Tensor]
+RankBlock = tuple[int, Tensor]  # a rank, its keys and values
+EarlyAndLate = tuple[int, int]  # a number for each of a rank's two chunks
 ChunkPair = tuple[slice, slice, int]  # a chunk of queries, a chunk of keys, how far ahead the queries stand
-PAIRS_OF_TWO = list(product((0, 1), (0, 1)))
+PAIRS_OF_TWO = list(product((0, 1), repeat=2))
 
 
 def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
@@ -43,11 +46,14 @@ def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
         k_BSGD = gather_positions(k_BsGD, cp)
         v_BSGV = gather_positions(v_BsGV, cp)
-        chunks = q_BsHD.chunk(2, dim=1)
-        ends = zigzag_chunk_ends(k_BSGD.shape[1], cp)
+        length = k_BSGD.shape[1]
+        ends = zigzag_chunk_ends(length, cp)
         begins = document_begins_of_chunks(begins_BS, cp)
+        chunks = q_BsHD.chunk(2, dim=1)
         parts = []
-        for q, end, begins_Bs in zip(chunks, ends, begins, strict=True):
+        for i, q in enumerate(chunks):
+            end = ends[i]
+            begins_Bs = begins[i]
             k = k_BSGD[:, :end]
             v = v_BSGV[:, :end]
             part = attend(q, k, v, scale, window, sink_H, begins_Bs)
@@ -62,9 +68,17 @@ def gather_positions(x_BsGD: Tensor, cp: Axis) -> Tensor:
     sequence_first = x_BsGD.transpose(0, 1)
     gathered_SBGD = all_gather(sequence_first, cp)
     length = len(gathered_SBGD)
-    held = zigzag_positions(length, cp.size, x_BsGD.device)
-    order = held.flatten().argsort()
-    return gathered_SBGD[order].transpose(0, 1)
+    held = positions_of_ranks(length, cp, x_BsGD)
+    order = order_by_position(held)
+    in_order_SBGD = gathered_SBGD[order]
+    return in_order_SBGD.transpose(0, 1)
+
+
+def positions_of_ranks(length: int, cp: Axis, like: Tensor) -> Tensor:
+    """(cp, s): the positions that each cp rank holds, on the device of a tensor."""
+    ranks = cp.size
+    device = like.device
+    return zigzag_positions(length, ranks, device)
 
 
 def document_begins_of_chunks(begins_BS: Tensor | None, cp: Axis) -> Sequence[Tensor | None]:
@@ -72,33 +86,41 @@ def document_begins_of_chunks(begins_BS: Tensor | None, cp: Axis) -> Sequence[Te
     if begins_BS is None:
         return None, None
     length = begins_BS.shape[1]
-    held = zigzag_positions(length, cp.size, begins_BS.device)
-    begins_Bs = begins_BS[:, held[cp.index]]
+    held = positions_of_ranks(length, cp, begins_BS)
+    held_here = held[cp.index]
+    begins_Bs = begins_BS[:, held_here]
     return begins_Bs.chunk(2, dim=1)
 
 
-def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
+def zigzag_chunks(rank: int, ranks: int) -> EarlyAndLate:
     """The two chunks of the sequence that a rank holds: the r-th, and the r-th from the end."""
-    return rank, 2 * ranks - 1 - rank
+    late = 2 * ranks - 1 - rank
+    return rank, late
 
 
-def zigzag_chunk_ends(length: int, cp: Axis) -> tuple[int, int]:
+def zigzag_chunk_ends(length: int, cp: Axis) -> EarlyAndLate:
     """Where this rank's early and late chunk end in the sequence."""
-    size = length // (2 * cp.size)
-    early, late = zigzag_chunks(cp.index, cp.size)
-    return (early + 1) * size, (late + 1) * size
+    ranks = cp.size
+    chunks = 2 * ranks
+    size = length // chunks
+    early, late = zigzag_chunks(cp.index, ranks)
+    early_end = (early + 1) * size
+    late_end = (late + 1) * size
+    return early_end, late_end
 
 
 def ulysses_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     cp = world.axis("cp")
-    return ulysses_attention(kernels[attention], cp, cp)
+    attend = kernels[attention]
+    return ulysses_attention(attend, cp, cp)
 
 
 def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     """Inside a node ranks swap positions for heads, which makes the node's positions one early and one late chunk: a
     zig-zag over nodes, round which the ring goes."""
+    cp = world.axis("cp")
     across_nodes = ring_attention(world.cp_nodes, kernels)
-    return ulysses_attention(across_nodes, world.cp_inside, world.axis("cp"))
+    return ulysses_attention(across_nodes, world.cp_inside, cp)
 
 
 def ulysses_attention(attention: ContextMechanism, axis: Axis, cp: Axis) -> ContextMechanism:
@@ -110,19 +132,24 @@ def ulysses_attention(attention: ContextMechanism, axis: Axis, cp: Axis) -> Cont
 
     def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
         # all positions of the ranks, of this rank's share of the heads
-        check_heads_divide(k_BsGD.shape[2], axis)
-        length = q_BsHD.shape[1] * cp.size
-        held = zigzag_positions(length, cp.size, q_BsHD.device)
-        positions = held[first : first + axis.size]
-        order = positions.flatten().argsort()
-        q = heads_for_positions(q_BsHD, axis, order)
-        k = heads_for_positions(k_BsGD, axis, order)
-        v = heads_for_positions(v_BsGV, axis, order)
+        kv_heads = k_BsGD.shape[2]
+        check_heads_divide(kv_heads, axis)
+        held_here = q_BsHD.shape[1]
+        length = held_here * cp.size
+        held = positions_of_ranks(length, cp, q_BsHD)
+        end = first + axis.size
+        of_axis = held[first:end]
+        order = order_by_position(of_axis)
+        swap = HeadSwap(axis, order)
+        q = swap.positions_to_heads(q_BsHD)
+        k = swap.positions_to_heads(k_BsGD)
+        v = swap.positions_to_heads(v_BsGV)
         if sink_H is not None:
-            sink_H = sink_H.chunk(axis.size)[axis.index]
+            shares = sink_H.chunk(axis.size)
+            sink_H = shares[axis.index]
         # and back: all heads of this rank's positions
         y = attention(q, k, v, scale, window, sink_H, begins_BS)
-        return positions_for_heads(y, axis, order)
+        return swap.heads_to_positions(y)
 
     return attend_across_ranks
 
@@ -135,35 +162,58 @@ def check_heads_divide(heads: int, axis: Axis) -> None:
         )
 
 
-def heads_for_positions(x_BsHD: Tensor, axis: Axis, order: Tensor) -> Tensor:
-    """(B, s, H, D) -> (B, s x n, H / n, D): all positions of the n ranks, in order, of this rank's heads."""
-    n = axis.size
-    heads = x_BsHD.shape[2]
-    even = [heads // n] * n
-    x_HsBD = x_BsHD.permute(2, 1, 0, 3)
-    x = all_to_all(x_HsBD, even, even, axis, what="heads")  # each rank's positions of my heads
-    by_rank = x.unflatten(0, (n, -1))
-    by_head = by_rank.transpose(0, 1)
-    x_hSBD = by_head.flatten(1, 2)[:, order]
-    return x_hSBD.permute(2, 1, 0, 3)
+class HeadSwap(NamedTuple):
+    """Positions swapped for heads among the n ranks of an axis. `order`: where each position stands when those of the
+    ranks are joined."""
 
+    axis: Axis
+    order: Tensor
 
-def positions_for_heads(y_BShD: Tensor, axis: Axis, order: Tensor) -> Tensor:
-    """The way back: (B, s x n, H / n, D) -> (B, s, H, D)."""
-    n = axis.size
-    heads = y_BShD.shape[2]
-    even = [heads] * n
-    y_hSBD = y_BShD.permute(2, 1, 0, 3)
-    as_held = y_hSBD[:, order.argsort()]  # positions as the ranks hold them
-    by_head = as_held.unflatten(1, (n, -1))
-    by_rank = by_head.transpose(0, 1)
-    y = by_rank.flatten(0, 1)  # heads x ranks, rank outermost
-    y_HsBD = all_to_all(y, even, even, axis, what="heads")
-    return y_HsBD.permute(2, 1, 0, 3)
+    def positions_to_heads(self, x_BsHD: Tensor) -> Tensor:
+        """(B, s, H, D) -> (B, s x n, H / n, D): all positions of the n ranks, in order, of this rank's heads."""
+        x_HsBD = x_BsHD.transpose(0, 2)
+        x = self.exchange(x_HsBD)  # each rank's positions of my heads
+        by_rank = x.unflatten(0, self.ranks)
+        by_head = by_rank.transpose(0, 1)
+        as_held = by_head.flatten(1, 2)
+        x_hSBD = as_held[:, self.order]
+        return x_hSBD.transpose(0, 2)
+
+    def heads_to_positions(self, y_BShD: Tensor) -> Tensor:
+        """The way back: (B, s x n, H / n, D) -> (B, s, H, D)."""
+        y_hSBD = y_BShD.transpose(0, 2)
+        place = self.order.argsort()  # of each position, as the ranks hold them
+        as_held = y_hSBD[:, place]
+        by_head = as_held.unflatten(1, self.ranks)
+        by_rank = by_head.transpose(0, 1)
+        y = by_rank.flatten(0, 1)  # heads x ranks, rank outermost
+        y_HsBD = self.exchange(y)
+        return y_HsBD.transpose(0, 2)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """The shape of a dim that has the ranks outermost."""
+        return self.axis.size, -1
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """An all-to-all of the first dim in even parts: the r-th goes to rank r."""
+        ranks = self.axis.size
+        size = len(x) // ranks
+        even = [size] * ranks
+        axis = self.axis
+        return all_to_all(x, even, even, axis, what="heads")
 
 
 def ring_context(kernels: BoundKernels, world: World) -> ContextMechanism:
-    return ring_attention(world.axis("cp"), kernels)
+    cp = world.axis("cp")
+    return ring_attention(cp, kernels)
+
+
+class RingSetting(NamedTuple):
+    scale: float
+    window: int
+    cp: Axis
+    kernels: BoundKernels
 
 
 def ring_attention(axis: Axis, kernels: BoundKernels) -> ContextMechanism:
@@ -171,7 +221,8 @@ def ring_attention(axis: Axis, kernels: BoundKernels) -> ContextMechanism:
 
     def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS) -> Tensor:
         assert begins_BS is None
-        return RingAttention.apply(q, k, v, scale, window, sink_H, axis, kernels)  # pyright: ignore[reportReturnType]
+        setting = RingSetting(scale, window, axis, kernels)
+        return RingAttention.apply(q, k, v, sink_H, setting)  # pyright: ignore[reportReturnType]
 
     return attend_across_ranks
 
@@ -180,32 +231,45 @@ def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: in
     """Which of my two query chunks meet which of their two key chunks, of `size` positions each, and how far ahead the
     queries stand. Zig-zag: chunk 0 of rank r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees
     those before it, unless a window ends nearer, and part of itself."""
+    met: list[ChunkPair] = []
+    length = 2 * size
+    early = slice(0, size)
+    late = slice(size, length)
+    places = (early, late)
     my_chunks = zigzag_chunks(mine, ranks)
     their_chunks = zigzag_chunks(theirs, ranks)
-    places = [slice(0, size), slice(size, 2 * size)]
-    met: list[ChunkPair] = []
     for i, j in PAIRS_OF_TWO:
-        ahead = (my_chunks[i] - their_chunks[j]) * size
+        my_chunk = my_chunks[i]
+        their_chunk = their_chunks[j]
+        ahead = (my_chunk - their_chunk) * size
         nearest = ahead - size + 1  # from the first query to the last key
         beyond_window = 0 < window <= nearest
         if ahead >= 0 and not beyond_window:
-            pair = places[i], places[j], ahead
+            queries = places[i]
+            keys = places[j]
+            pair = (queries, keys, ahead)
             met.append(pair)
     return met
 
 
-def chunk_pairs_here(q: Tensor, theirs: int, cp: Axis, window: int) -> list[ChunkPair]:
+def chunk_pairs_here(q: Tensor, theirs: int, setting: RingSetting) -> list[ChunkPair]:
     """The pairs of chunks of this rank's queries and a rank's keys."""
+    cp = setting.cp
+    mine = cp.index
+    ranks = cp.size
     size = q.shape[1] // 2
-    return causal_chunk_pairs(cp.index, theirs, cp.size, size, window)
+    window = setting.window
+    return causal_chunk_pairs(mine, theirs, ranks, size, window)
 
 
-def blocks_round_ring(travelling: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
+def blocks_round_ring(travelling: Tensor, cp: Axis) -> Iterator[RankBlock]:
     """Each rank's block, and whose it is, beginning with this rank's. The next travels while one is in use."""
-    for hop in range(cp.size):
-        is_last = hop + 1 == cp.size
+    ranks = cp.size
+    for hop in range(ranks):
+        is_last = hop + 1 == ranks
         turn = None if is_last else RingShift(travelling, cp)
-        yield (cp.index - hop) % cp.size, travelling
+        owner = (cp.index - hop) % ranks
+        yield owner, travelling
         if turn:
             travelling = turn.arrived()
 
@@ -215,11 +279,11 @@ def log_sums_before_keys(q: Tensor, sink_H: Tensor | None, wide: torch.dtype) ->
     b, s, h, _ = q.shape
     if sink_H is None:
         shape = (b, h, s)
-        return q.new_full(shape, -torch.inf, dtype=wide)
-    sink_H = sink_H.to(wide)
-    sink_H1 = sink_H[:, None]
-    sink_X1 = sink_H1.repeat(b, 1, s)
-    return sink_X1.view(b, h, s)
+        nothing = -torch.inf
+        return q.new_full(shape, nothing, dtype=wide)
+    wide_H = sink_H.to(wide)
+    wide_H1 = wide_H[:, None]
+    return wide_H1.repeat(b, 1, s)
 
 
 class RingAttention(torch.autograd.Function):
@@ -228,69 +292,92 @@ class RingAttention(torch.autograd.Function):
     score and no value."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale: float, window: int, sink_H: Tensor | None, cp: Axis, kernels: BoundKernels):
+    def forward(ctx, q, k, v, sink_H: Tensor | None, setting: RingSetting):
+        scale, window, cp, kernels = setting
         attend = kernels[attention_block]
         merge_block = kernels[merge_attention_block]
-        key_width = k.shape[-1]
-        value_width = v.shape[-1]
-        widths = [key_width, value_width]
+        # nothing but the sinks met yet
         wide = torch.promote_types(q.dtype, torch.float32)
-        out_shape = *q.shape[:-1], value_width
-        out = q.new_zeros(out_shape, dtype=wide)
+        by_head = q.shape[:-1]
+        value_width = v.shape[-1]
+        shape = (*by_head, value_width)
+        out = q.new_zeros(shape, dtype=wide)
         lse = log_sums_before_keys(q, sink_H, wide)
-        local = torch.cat((k, v), -1)
         # what each rank's keys and values add to the chunks of queries that see them
+        local = join_keys_and_values(k, v)
         for rank, block in blocks_round_ring(local, cp):
-            keys, values = block.split(widths, dim=-1)
-            pairs = chunk_pairs_here(q, rank, cp, window)
+            keys, values = split_like(block, k, v)
+            pairs = chunk_pairs_here(q, rank, setting)
             for mine, theirs, ahead in pairs:
-                queries = q[:, mine]
-                met = keys[:, theirs], values[:, theirs]
-                part, part_lse = attend(queries, *met, scale, ahead, window)
-                so_far = out[:, mine], lse[..., mine]
-                merge_block(*so_far, part, part_lse)
-        result = out.to(q.dtype)
+                q_part = q[:, mine]
+                k_part = keys[:, theirs]
+                v_part = values[:, theirs]
+                part, part_lse = attend(q_part, k_part, v_part, scale, ahead, window)
+                out_part = out[:, mine]
+                lse_part = lse[..., mine]
+                merge_block(out_part, lse_part, part, part_lse)
+        dtype = q.dtype
+        result = out.to(dtype)
         ctx.save_for_backward(q, k, v, sink_H, result, lse)
-        ctx.rest = scale, window, cp, kernels
+        ctx.setting = setting
         return result
 
     @staticmethod
     def backward(ctx, *incoming):
         q, k, v, sink_H, out, lse = ctx.saved_tensors
-        scale, window, cp, kernels = ctx.rest
+        setting = ctx.setting
+        scale, window, cp, kernels = setting
         (dy,) = incoming
         attend_backward = kernels[attention_block_backward]
-        key_width = k.shape[-1]
-        value_width = v.shape[-1]
-        widths = [key_width, value_width]
         wide = lse.dtype
-        products = dy.to(wide) * out.to(wide)
-        delta = products.sum(-1).transpose(1, 2)
+        wide_dy = dy.to(wide)
+        products = wide_dy * out.to(wide)
+        delta_BSH = products.sum(-1)
+        delta = delta_BSH.transpose(1, 2)
         dq = q.new_zeros(q.shape, dtype=wide)
-        local = torch.cat((k, v), -1)
-        gradients = local.new_zeros(local.shape, dtype=wide)
         # the same blocks again; their gradients go with them, a hop behind
+        local = join_keys_and_values(k, v)
+        gradients = local.new_zeros(local.shape, dtype=wide)
         for rank, block in blocks_round_ring(local, cp):
-            keys, values = block.split(widths, dim=-1)
-            dkeys, dvalues = gradients.split(widths, dim=-1)
-            pairs = chunk_pairs_here(q, rank, cp, window)
+            keys, values = split_like(block, k, v)
+            dkeys, dvalues = split_like(gradients, k, v)
+            pairs = chunk_pairs_here(q, rank, setting)
             for mine, theirs, ahead in pairs:
-                queries = dy[:, mine], q[:, mine]
-                met = keys[:, theirs], values[:, theirs]
+                dy_part = dy[:, mine]
+                q_part = q[:, mine]
+                k_part = keys[:, theirs]
+                v_part = values[:, theirs]
                 lse_part = lse[..., mine]
                 delta_part = delta[..., mine]
-                parts = attend_backward(*queries, *met, lse_part, delta_part, scale, ahead, window)
+                heads = (dy_part, q_part, k_part, v_part)
+                statistics = (lse_part, delta_part)
+                parts = attend_backward(*heads, *statistics, scale, ahead, window)
                 dq_part, dk_part, dv_part = parts
                 dq[:, mine] += dq_part
                 dkeys[:, theirs] += dk_part
                 dvalues[:, theirs] += dv_part
-            gradients = RingShift(gradients, cp).arrived()  # after the last hop they are home
+            turn = RingShift(gradients, cp)
+            gradients = turn.arrived()  # after the last hop they are home
+        dkeys, dvalues = split_like(gradients, k, v)
         dq = dq.to(q.dtype)
-        dkeys, dvalues = gradients.split(widths, dim=-1)
         dk = dkeys.to(k.dtype)
         dv = dvalues.to(v.dtype)
         d_sink = sink_gradient(sink_H, lse, delta)
-        return dq, dk, dv, None, None, d_sink, None, None
+        return dq, dk, dv, d_sink, None
+
+
+def join_keys_and_values(k: Tensor, v: Tensor) -> Tensor:
+    """One tensor for one message."""
+    both = (k, v)
+    return torch.cat(both, dim=-1)
+
+
+def split_like(joined: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a joined tensor that have the widths of keys and values."""
+    key_width = k.shape[-1]
+    value_width = v.shape[-1]
+    widths = [key_width, value_width]
+    return joined.split(widths, dim=-1)
 
 
 MakeMechanism = Callable[[BoundKernels, World], ContextMechanism]
@@ -303,7 +390,8 @@ CONTEXT_MECHANISMS: dict[str, MakeMechanism] = {
 
 
 def choose_context_mechanism(name: str, kernels: BoundKernels, world: World) -> ContextMechanism:
-    if world.axis("cp").size == 1:
+    cp = world.axis("cp")
+    if cp.size == 1:
         return kernels[attention]
     make_mechanism = CONTEXT_MECHANISMS[name]
     return make_mechanism(kernels, world)

@@ -9,15 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from moefold.config.run import ModelConfig
-from moefold.model.attention.attention_base import AttentionBase
-from moefold.model.attention.rotary import Rotary
+from moefold.model.attention.attention_base import AttentionBase, HeadVectors, Rotary
 from moefold.model.norm import RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
 from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import LinearGroup
-
-HeadNorm = RMSNorm | RMSNormOverTp
 
 
 class GroupedQueryAttention(AttentionBase):
@@ -25,85 +22,100 @@ class GroupedQueryAttention(AttentionBase):
         super().__init__(model, layer, parts)
         a = model.attention
         d = model.hidden
-        head = a.head_dim
+        width = a.head_dim
         bias = a.qkv_bias
-        self.query = self.make_head_linear(d, a.heads, head, bias)
-        self.key = self.make_head_linear(d, a.kv_heads, head, bias)
-        self.value = self.make_head_linear(d, a.kv_heads, head, bias)
+        heads = a.heads
+        kv_heads = a.kv_heads
+        self.query = self.make_head_linear(d, heads, width, bias)
+        self.key = self.make_head_linear(d, kv_heads, width, bias)
+        self.value = self.make_head_linear(d, kv_heads, width, bias)
         projections = (self.query, self.key, self.value)
-        self.projections = LinearGroup(self.world, *projections)
-        width = a.heads * head
-        self.out = self.make_out_linear(width, d, a.out_bias)
+        world = self.world
+        self.projections = LinearGroup(world, *projections)
+        all_heads = heads * width
+        out_bias = a.out_bias
+        self.out = self.make_out_linear(all_heads, d, out_bias)
         self.gather_region = Region("norm")
         self.qk_norm = a.qk_norm
-        self.rope_dim = a.rope_dim or head
+        rope_dim = a.rope_dim or width
+        self.rope_dim = rope_dim
         self.ropes_in_norm = self.rotates_all_that_is_normed(model)
         if a.qk_norm != "none":
-            self.query_norm = self.make_head_norm(a.heads, model, parts)
-            self.key_norm = self.make_head_norm(a.kv_heads, model, parts)
+            self.query_norm = self.make_head_norm(heads, model, parts)
+            self.key_norm = self.make_head_norm(kv_heads, model, parts)
         kernels = parts.kernels
-        self.rotary = Rotary(self.rope_dim, a.rope, parts.seq_len, kernels)
+        seq_len = parts.seq_len
+        self.rotary = Rotary(rope_dim, a.rope, seq_len, kernels)
 
     def rotates_all_that_is_normed(self, model: ModelConfig) -> bool:
         """Whether norm and rope of queries and keys are one op: the rank has all that is normed together, and all dims
         of a head are rotated."""
         a = model.attention
+        held_here = a.qk_norm == "head"
         if a.qk_norm == "full":
             held_here = self.tp.size == 1
-        else:
-            held_here = a.qk_norm == "head"
-        return held_here and self.rope_dim == a.head_dim
+        rotates_all = self.rope_dim == a.head_dim
+        return held_here and rotates_all
 
-    def make_head_norm(self, heads: int, model: ModelConfig, parts: ModelParts) -> HeadNorm:
+    def make_head_norm(self, heads: int, model: ModelConfig, parts: ModelParts) -> RMSNorm:
         width = model.attention.head_dim
         eps = model.norm_eps
-        kernels = parts.kernels
-        world = parts.world
         if self.qk_norm == "head":
-            head_norm = RopeNorm if self.ropes_in_norm else RMSNorm
-            return head_norm(width, eps, kernels, world)
-        if self.ropes_in_norm:
-            return RopeNormOverTp(heads * width, eps, kernels, world)
-        return RMSNormOverTp(heads * width, eps, world)
+            norm = RopeNorm if self.ropes_in_norm else RMSNorm
+            return norm(width, eps, parts)
+        norm = RopeNormOverTp if self.ropes_in_norm else RMSNormOverTp
+        all_heads = heads * width
+        return norm(all_heads, eps, parts)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        h_CD = self.gather_region(self.gather_tokens, h_TD)
+        gather = self.gather_tokens
+        h_CD = self.gather_region(gather, h_TD)
         by_sequence = (shard.sequences, -1)
         h_BSD = h_CD.unflatten(0, by_sequence)
-        q, k, v = self.projections(h_BSD)
-        q, k = self.norm_and_rope(q, k, shard)
-        y_CN = self.attend(q, k, v, shard)
-        summand_CD = self.out_region(self.out, y_CN)
-        return self.scatter_sums(summand_CD)
+        projected = self.projections(h_BSD)
+        heads = HeadVectors(*projected)
+        rotated = self.norm_and_rope(heads, shard)
+        return self.attend(rotated, shard)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Both projections, or the query's alone where key heads are shared. Biases are rows of one column."""
-        is_shared = len(self.query.weight) > len(self.key.weight)
-        projections = {"query": self.query} if is_shared else {"query": self.query, "key": self.key}
-        factor_H = ratio_H if is_shared else ratio_H.sqrt()
+        weight = self.query.weight
+        heads, width, _ = weight.shape
+        kv_heads = len(self.key.weight)
+        is_shared = heads > kv_heads
+        factor_H = ratio_H
+        if not is_shared:
+            factor_H = ratio_H.sqrt()
+        factor_H1 = factor_H[:, None]
+        factor_HD = factor_H1.expand(heads, width)
+        projections = {"query": self.query}
+        if not is_shared:
+            projections["key"] = self.key
         factors: dict[str, Tensor] = {}
         for name, layer in projections.items():
             for parameter, _ in layer.named_parameters():
-                heads, width = layer.weight.shape[:2]
-                factors[f"{name}.{parameter}"] = factor_H[:, None].expand(heads, width)
+                factors[f"{name}.{parameter}"] = factor_HD
         return factors
 
-    def norm_and_rope(self, q: Tensor, k: Tensor, shard: TokenShard) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normed if the model norms them, and rotated by position."""
+    def norm_and_rope(self, heads: HeadVectors, shard: TokenShard) -> HeadVectors:
+        """Queries and keys normed, if the model norms them, and rotated by position; values as they are."""
+        q, k, v = heads
+        rotary = self.rotary
         if self.ropes_in_norm:
-            angles = self.rotary.angles(shard)
+            angles = rotary.angles(shard)
             q = self.query_norm(q, angles)
             k = self.key_norm(k, angles)
-            return q, k
+            return HeadVectors(q, k, v)
         if self.qk_norm != "none":
             q = self.apply_rmsnorm(q, self.query_norm)
             k = self.apply_rmsnorm(k, self.key_norm)
-        q = self.rotary.first(q, shard)
-        k = self.rotary.first(k, shard)
-        return q, k
+        q = rotary.first(q, shard)
+        k = rotary.first(k, shard)
+        return HeadVectors(q, k, v)
 
-    def apply_rmsnorm(self, x_BSHD: Tensor, norm: HeadNorm) -> Tensor:
+    def apply_rmsnorm(self, x_BSHD: Tensor, norm: RMSNorm) -> Tensor:
         if self.qk_norm == "head":
             return norm(x_BSHD)
-        all_heads = x_BSHD.flatten(-2)
-        return norm(all_heads).view_as(x_BSHD)
+        x_BSN = x_BSHD.flatten(-2)
+        normed_BSN = norm(x_BSN)
+        return normed_BSN.view_as(x_BSHD)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.run import ModelConfig
-from moefold.model.attention.attention_base import AttentionBase
-from moefold.model.attention.rotary import Rotary
+from moefold.model.attention.attention_base import AttentionBase, HeadVectors, Rotary
 from moefold.model.norm import RMSNorm
 from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
@@ -29,19 +28,26 @@ class LatentAttention(AttentionBase):
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(model, layer, parts)
         a = model.attention
-        value_dim = a.value_dim or a.head_dim
         self.make_down_projections(model, parts)
         # Up to the heads.
-        nope_dim = a.head_dim - a.rope_dim
         latent = a.kv_rank
-        self.key = self.make_head_linear(latent, a.heads, nope_dim)
-        self.value = self.make_head_linear(latent, a.heads, value_dim)
-        self.up = LinearGroup(self.world, self.key, self.value)
+        heads = a.heads
+        nope_dim = a.head_dim - a.rope_dim
+        value_dim = a.value_dim or a.head_dim
+        self.key = self.make_head_linear(latent, heads, nope_dim)
+        self.value = self.make_head_linear(latent, heads, value_dim)
+        projections = (self.key, self.value)
+        world = self.world
+        self.up = LinearGroup(world, *projections)
         self.up_region = Region("up")
-        width = a.heads * value_dim
-        self.out = self.make_out_linear(width, model.hidden, a.out_bias)
+        all_heads = heads * value_dim
+        d = model.hidden
+        out_bias = a.out_bias
+        self.out = self.make_out_linear(all_heads, d, out_bias)
         kernels = parts.kernels
-        self.rotary = Rotary(a.rope_dim, a.rope, parts.seq_len, kernels)
+        rope_dim = a.rope_dim
+        seq_len = parts.seq_len
+        self.rotary = Rotary(rope_dim, a.rope, seq_len, kernels)
 
     def make_down_projections(self, model: ModelConfig, parts: ModelParts) -> None:
         """To the latents of queries, if there are any, and of keys and values, each with its norm; and the part of the
@@ -50,64 +56,76 @@ class LatentAttention(AttentionBase):
         d = model.hidden
         bias = a.qkv_bias
         eps = model.norm_eps
-        kernels = parts.kernels
-        world = parts.world
         down = []
-        self.has_query_latent = a.q_rank > 0
+        # queries
+        latent = a.q_rank
+        self.has_query_latent = latent > 0
         if self.has_query_latent:
-            self.query_down = self.make_linear(d, a.q_rank, bias)
-            self.query_norm = RMSNorm(a.q_rank, eps, kernels, world)
+            self.query_down = self.make_linear(d, latent, bias)
+            self.query_norm = RMSNorm(latent, eps, parts)
             down.append(self.query_down)
-        query_width = a.q_rank or d
-        self.query = self.make_head_linear(query_width, a.heads, a.head_dim)
-        self.latent = self.make_linear(d, a.kv_rank, bias)
-        self.latent_norm = RMSNorm(a.kv_rank, eps, kernels, world)
-        self.turning = self.make_linear(d, a.rope_dim, bias)
+        query_width = latent or d
+        heads = a.heads
+        width = a.head_dim
+        self.query = self.make_head_linear(query_width, heads, width)
+        # keys and values
+        latent = a.kv_rank
+        self.latent = self.make_linear(d, latent, bias)
+        self.latent_norm = RMSNorm(latent, eps, parts)
+        rope_dim = a.rope_dim
+        self.turning = self.make_linear(d, rope_dim, bias)
         down += [self.latent, self.turning]
-        self.down = LinearGroup(world, *down)
+        self.down = LinearGroup(self.world, *down)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        *query, latent, k_rope = self.down(h_TD)
-        query_source = query[0] if query else h_TD
-        q, k, v = self.up_region(self.norm_and_project_up, query_source, latent, k_rope, shard)
-        y_CN = self.attend(q, k, v, shard)
-        summand_CD = self.out_region(self.out, y_CN)
-        return self.scatter_sums(summand_CD)
+        latents = self.down(h_TD)
+        if not self.has_query_latent:
+            latents = [h_TD, *latents]
+        project = self.norm_and_project_up
+        projected = self.up_region(project, *latents, shard)
+        heads = HeadVectors(*projected)
+        return self.attend(heads, shard)
 
     def norm_and_project_up(
         self, query_source_T: Tensor, latent_T: Tensor, k_rope_T: Tensor, shard: TokenShard
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> HeadVectors:
         """Queries, keys and values of this rank's heads, from the latents of this rank's tokens."""
         if self.has_query_latent:
             query_source_T = self.query_norm(query_source_T)
-        latents = (query_source_T, self.latent_norm(latent_T), k_rope_T)
-        widths = [x.shape[-1] for x in latents]
-        joined = torch.cat(latents, dim=-1)
-        joined_C = self.gather_tokens(joined)  # one message
+        latent_T = self.latent_norm(latent_T)
+        # the latents of all tokens of this cp rank, in one message
+        latents = (query_source_T, latent_T, k_rope_T)
+        joined_T = torch.cat(latents, dim=-1)
+        joined_C = self.gather_tokens(joined_T)
         by_sequence = (shard.sequences, -1)
         joined_BS = joined_C.unflatten(0, by_sequence)
-        query_source_BS, latent_BS, k_rope_BS = joined_BS.split(widths, dim=-1)
-        return self.project_up(query_source_BS, latent_BS, k_rope_BS, shard)
-
-    def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
-        """The rotated key serves all heads and stays: its share of the logits is scaled by the query's rows."""
-        heads, width = self.query.weight.shape[:2]
-        nope_dim = self.key.weight.shape[1]
-        root_H1 = ratio_H.sqrt()[:, None]
-        nope = root_H1.expand(heads, nope_dim)
-        rope = ratio_H[:, None].expand(heads, width - nope_dim)
-        return {"query.weight": torch.cat((nope, rope), dim=1), "key.weight": nope}
-
-    def project_up(
-        self, query_source_BS: Tensor, latent_BS: Tensor, k_rope_BS: Tensor, shard: TokenShard
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        widths = [latent.shape[-1] for latent in latents]
+        gathered = joined_BS.split(widths, dim=-1)
+        query_source_BS, latent_BS, k_rope_BS = gathered
+        # up to the heads
+        rotary = self.rotary
         q = self.query(query_source_BS)
-        q = self.rotary.last(q, shard)
+        q = rotary.last(q, shard)
         k_rope_BS1D = k_rope_BS.unsqueeze(2)
-        k_rope = self.rotary.last(k_rope_BS1D, shard)
+        k_rope = rotary.last(k_rope_BS1D, shard)
         k_nope, v = self.up(latent_BS)
         by_head = k_nope.shape[:-1]
         k_rope = k_rope.expand(*by_head, -1)  # the same for all heads
         parts = (k_nope, k_rope)
         k = torch.cat(parts, dim=-1)
-        return q, k, v
+        return HeadVectors(q, k, v)
+
+    def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
+        """The rotated key serves all heads and stays: its share of the logits is scaled by the query's rows."""
+        query = self.query.weight
+        heads, width, _ = query.shape
+        key = self.key.weight
+        _, nope_dim, _ = key.shape
+        rope_dim = width - nope_dim
+        ratio_H1 = ratio_H[:, None]
+        root_H1 = ratio_H1.sqrt()
+        nope = root_H1.expand(heads, nope_dim)
+        rope = ratio_H1.expand(heads, rope_dim)
+        parts = (nope, rope)
+        both = torch.cat(parts, dim=1)
+        return {"query.weight": both, "key.weight": nope}

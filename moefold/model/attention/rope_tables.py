@@ -12,18 +12,21 @@ from torch import Tensor
 
 from moefold.config.run import RopeConfig
 
+FULL_TURN = 2 * math.pi
 SMALLEST_RAMP = 1e-3  # dims between two equal limits of YaRN
 
 
 def exact_range(*bounds: int) -> Tensor:
     """torch.arange in fp64, on the CPU."""
-    return torch.arange(*bounds, dtype=torch.float64, device="cpu")
+    dtype = torch.float64
+    return torch.arange(*bounds, dtype=dtype, device="cpu")
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
     """theta^(-2i/D) for i in 0..D/2, stretched as the configuration asks. fp64, on the CPU."""
     dims = exact_range(0, head_dim, 2)
-    plain = rope.theta ** -(dims / head_dim)
+    share = dims / head_dim
+    plain = rope.theta**-share
     if rope.scaling == "none":
         return plain
     if rope.scaling == "linear":
@@ -32,15 +35,17 @@ def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
         keep = llama3_kept_share(plain, rope)
     else:
         keep = yarn_kept_share(head_dim, rope)
-    stretched = (1 - keep) * plain / rope.factor
+    stretch = 1 - keep
+    stretched = stretch * plain / rope.factor
     return keep * plain + stretched
 
 
 def llama3_kept_share(plain: Tensor, rope: RopeConfig) -> Tensor:
     """1 where a wave fits the original length often enough to stay as it is, 0 where it is stretched."""
-    waves = rope.original_length * plain / (2 * math.pi)
-    span = rope.high_frequency - rope.low_frequency
-    share = (waves - rope.low_frequency) / span
+    low = rope.low_frequency
+    waves = rope.original_length * plain / FULL_TURN
+    span = rope.high_frequency - low
+    share = (waves - low) / span
     return share.clamp(0, 1)
 
 
@@ -57,30 +62,38 @@ def yarn_kept_share(head_dim: int, rope: RopeConfig) -> Tensor:
     if low == high:
         high += SMALLEST_RAMP
     dims = exact_range(head_dim // 2)
-    ramp = (dims - low) / (high - low)
+    span = high - low
+    ramp = (dims - low) / span
     return 1 - ramp.clamp(0, 1)
 
 
 def dim_with_rotations(turns: float, head_dim: int, rope: RopeConfig) -> float:
     """The dim that turns so many times within the original length."""
-    tokens_per_radian = rope.original_length / (turns * 2 * math.pi)
+    tokens_per_radian = rope.original_length / (turns * FULL_TURN)
     scaled = head_dim * math.log(tokens_per_radian)
-    return scaled / (2 * math.log(rope.theta))
+    log_theta = math.log(rope.theta)
+    return scaled / (2 * log_theta)
 
 
 def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[Tensor, Tensor]:
     """cos_Sd and sin_Sd in fp64. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
     positions_S = exact_range(length)
-    angles = positions_S[:, None] * rope_frequencies(head_dim, rope)
+    positions_S1 = positions_S[:, None]
+    frequencies_d = rope_frequencies(head_dim, rope)
+    angles = positions_S1 * frequencies_d
     sharpening = yarn_mscale(rope, rope.mscale)
-    mscale = sharpening / yarn_mscale(rope, rope.mscale_all)
-    return angles.cos() * mscale, angles.sin() * mscale
+    of_scores = yarn_mscale(rope, rope.mscale_all)
+    mscale = sharpening / of_scores
+    cos_Sd = angles.cos() * mscale
+    sin_Sd = angles.sin() * mscale
+    return cos_Sd, sin_Sd
 
 
 def yarn_mscale(rope: RopeConfig, strength: float) -> float:
     if rope.scaling != "yarn":
         return 1.0
-    return 0.1 * strength * math.log(rope.factor) + 1
+    log_factor = math.log(rope.factor)
+    return 0.1 * strength * log_factor + 1
 
 
 def softmax_scale(head_dim: int, rope: RopeConfig) -> float:

@@ -35,50 +35,69 @@ class LayerLoads(NamedTuple):
 def sum_loads_over_ranks(loads: list[ExpertLoad], everyone: Axis) -> LayerLoads:
     """Sum every layer's counts over all ranks, in one all-reduce."""
     if not loads:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return LayerLoads([], nothing.view(0, 0), nothing, nothing)
+        nothing_L = torch.zeros(0, dtype=torch.int64)
+        nothing_LE = nothing_L.view(0, 0)
+        return LayerLoads([], nothing_LE, nothing_L, nothing_L)
     layers = [load.layer for load in loads]
-    counts_LE = torch.stack([load.counts_E for load in loads])
-    dropped_L = torch.stack([load.dropped for load in loads])
-    moved_L = integers_on_device([load.moved for load in loads], dropped_L.device)
-    dropped_L1 = dropped_L[:, None]
-    moved_L1 = moved_L[:, None]
-    joint = torch.cat((counts_LE, dropped_L1, moved_L1), dim=1)
+    counts = [load.counts_E for load in loads]
+    dropped = [load.dropped for load in loads]
+    counts_LE = torch.stack(counts)
+    dropped_L = torch.stack(dropped)
+    moved_L = moved_on_device(loads, dropped_L)
+    # one message of all counts
+    others_L2 = torch.stack((dropped_L, moved_L), dim=1)
+    joint = torch.cat((counts_LE, others_L2), dim=1)
     joint = all_reduce_no_grad(joint, everyone)
-    widths = [counts_LE.shape[1], 1, 1]
-    counts_LE, dropped_L1, moved_L1 = joint.split(widths, dim=1)
-    return LayerLoads(layers, counts_LE, dropped_L1[:, 0], moved_L1[:, 0])
+    experts = counts_LE.shape[1]
+    counts_LE = joint[:, :experts]
+    dropped_L = joint[:, experts]
+    moved_L = joint[:, experts + 1]
+    return LayerLoads(layers, counts_LE, dropped_L, moved_L)
+
+
+def moved_on_device(loads: list[ExpertLoad], like: Tensor) -> Tensor:
+    """The bytes that each layer sent, on the device. Where nothing is ever sent, nothing is copied from the host."""
+    moved = [load.moved for load in loads]
+    if not any(moved):
+        return torch.zeros_like(like)
+    return integers_on_device(moved, like.device)
 
 
 def join_pipeline_loads(parts: Sequence[LayerLoads]) -> LayerLoads:
     """The loads of all pipeline ranks, sorted by layer."""
     rows = []
     for part in parts:
-        rows += zip(part.layers, part.counts_LE, part.dropped_L, part.moved_L, strict=True)
+        rows += zip(*part, strict=True)
     if not rows:
         return parts[0]
     rows.sort(key=itemgetter(0))
     layers, counts, dropped, moved = zip(*rows, strict=True)
-    stacked = map(torch.stack, (counts, dropped, moved))
-    return LayerLoads(list(layers), *stacked)
+    counts_LE = torch.stack(counts)
+    dropped_L = torch.stack(dropped)
+    moved_L = torch.stack(moved)
+    layers = list(layers)
+    return LayerLoads(layers, counts_LE, dropped_L, moved_L)
 
 
 def update_selection_biases(
-    loads: list[ExpertLoad], moe: MoeConfig, everyone: Axis, sound: Tensor | bool = True, pace: float = 1.0
+    loads: list[ExpertLoad], moe: MoeConfig, everyone: Axis, sound: Tensor | bool = True, pace: float | Tensor = 1.0
 ) -> LayerLoads:
     """After a step: sum the counts over ranks and update each layer's bias."""
+    balance = moe.balance
+    remembers = balance.aux_over == "previous_batch"
     summed = sum_loads_over_ranks(loads, everyone)
-    for load, counts_E in zip(loads, summed.counts_LE, strict=True):
-        if moe.balance.aux_over == "previous_batch":
-            load.remember_batch_shares(counts_E)
-        move_selection_bias(load, counts_E, moe.balance, sound, pace)
+    counts = summed.counts_LE
+    for load, counts_E in zip(loads, counts, strict=True):
+        if remembers:
+            load.remember_batch_shares(counts_E, sound)
+        move_selection_bias(load, counts_E, balance, sound, pace)
         load.forget_counts()
     return summed
 
 
 @torch.no_grad()
 def move_selection_bias(
-    load: ExpertLoad, counts_E: Tensor, balance: BalanceConfig, sound: Tensor | bool, pace: float
+    load: ExpertLoad, counts_E: Tensor, balance: BalanceConfig, sound: Tensor | bool, pace: float | Tensor
 ) -> None:
     """Move a layer's bias against the load if the step was finite (`sound`). `pace` is the learning rate as a share of
     its peak: similar tokens change experts together, so with small weight updates a bias that moves at full pace would
@@ -87,17 +106,23 @@ def move_selection_bias(
         return
     total = counts_E.sum()
     deficit_E = total - counts_E * len(counts_E)  # E times (mean - count): whole numbers, so exact
-    step_E = deficit_E.sign()
-    if balance.bias_step != "sign":
-        step_E = deficit_E / total.clamp(min=1)
-    factor = pace if balance.bias_pace == "learning_rate" else 1.0
+    if balance.bias_step == "sign":
+        step_E = deficit_E.sign()
+    else:
+        at_least_one = total.clamp(min=1)
+        step_E = deficit_E / at_least_one
+    follows_rate = balance.bias_pace == "learning_rate"
+    factor = pace if follows_rate else 1.0
     rate = balance.bias_rate * factor
+    if isinstance(rate, Tensor):
+        rate = rate.float()  # as torch rounds a number of the host
     load.bias_E += rate * step_E * sound
 
 
 def remember_global_shares(loads: list[ExpertLoad], everyone: Axis) -> None:
     """After a forward pass that only counted: store the shares of the whole batch, and reset the counts."""
     summed = sum_loads_over_ranks(loads, everyone)
-    for load, counts_E in zip(loads, summed.counts_LE, strict=True):
+    counts = summed.counts_LE
+    for load, counts_E in zip(loads, counts, strict=True):
         load.remember_batch_shares(counts_E)
         load.forget_counts()

@@ -6,6 +6,7 @@ first weight and its product have gate and up (e2FD, R2F), or without a gate up 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -23,15 +24,17 @@ from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import Placement, sharded_over_experts
 from moefold.layout.token_numbers import computing_tokens
+from moefold.model.initialise import output_std
 from moefold.model.mlp import Activate, bind_activation
-from moefold.model.steps import Region
+from moefold.model.steps import Region, call_directly
 from moefold.precision.linear import GroupedLinear, PlacedWeight
 
 
 def bind_expert_activation(model: ModelConfig, kernels: BoundKernels) -> Activate:
     moe = model.moe
     if moe.activation == "clamped_swiglu":
-        return partial(kernels[clamped_swiglu], limit=moe.clamp)
+        activate = kernels[clamped_swiglu]
+        return partial(activate, limit=moe.clamp)
     return bind_activation(moe.activation, kernels)
 
 
@@ -41,21 +44,28 @@ class Experts(DeclaringModule):
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(world)
         self.declare_weights(model)
-        moe = model.moe
-        self.kernels = kernels.with_facts(unfused_experts=unfused_experts_reason(model))
-        up_weight = PlacedWeight(self.declared[self.up_name], world)
-        down_weight = PlacedWeight(self.declared["down"], world)
+        unfused = unfused_experts_reason(model)
+        self.kernels = kernels.with_facts(unfused_experts=unfused)
+        declared = self.declared
+        up = declared[self.up_name]
+        up_weight = PlacedWeight(up, world)
+        down = declared["down"]
+        down_weight = PlacedWeight(down, world)
         self.up_product = GroupedLinear(self.kernels, reads_tokens=True, placed_weight=up_weight)
         self.down_product = GroupedLinear(self.kernels, placed_weight=down_weight)
-        self.adds_bias = world.axis("etp").index == 0  # etp ranks compute summands: one of them adds the bias
+        etp = world.axis("etp")
+        self.adds_bias = etp.index == 0  # etp ranks compute summands: one of them adds the bias
         self.activate = bind_expert_activation(model, kernels)
         self.activation = Region("activation")
+        self.around_rows: Callable[..., Tensor] = call_directly  # or in chunks (memory/expert_chunks.py)
+        activation = partial(self.activation, self.activate)
+        weight_inside = model.moe.gate == "activation"
         self.parts = ExpertParts(
             gather=kernels[gather_rows],
             up=self.project_up,
-            activation=partial(self.activation, self.activate),
+            activation=activation,
             down=self.project_down,
-            weight_inside=moe.gate == "activation",
+            weight_inside=weight_inside,
         )
         self.bind_fused_kernel()
 
@@ -65,21 +75,27 @@ class Experts(DeclaringModule):
         e = moe.experts
         f = moe.ffn
         d = moe.latent or model.hidden
-        down_std = std / (2 * model.layers) ** 0.5
+        # up, and with a gate the gate beside it
         kind = expert_kind(model)
         outputs = kind.up_outputs(f)
         over_inner = sharded_over_experts(len(outputs))
-        self.up_name = kind.up_name
+        up_name = kind.up_name
+        self.up_name = up_name
         shape = (e, *outputs, d)
         rows = kind.up_rows
-        up = self.declare_parameter(self.up_name, *shape, placement=over_inner, std=std, stacked=True, rows=rows)
-        self.register_parameter(self.up_name, up)
+        up = self.declare_parameter(up_name, *shape, placement=over_inner, std=std, stacked=True, rows=rows)
+        self.register_parameter(up_name, up)
+        # down
         over_columns = sharded_over_experts(2)
-        self.down = self.declare_parameter("down", e, d, f, placement=over_columns, std=down_std, stacked=True)
+        shape = (e, d, f)
+        std = output_std(model)
+        down = self.declare_parameter("down", *shape, placement=over_columns, std=std, stacked=True)
+        self.down = down
         self.down_bias = None
         if moe.biases:
-            over_ep = Placement("expert", ((0, "ep"),))
-            bias_name = f"{self.up_name}_bias"
+            by_expert = (0, "ep")
+            over_ep = Placement("expert", (by_expert,))
+            bias_name = f"{up_name}_bias"
             bias = self.declare_parameter(bias_name, e, *outputs, placement=over_inner, std=0.0)
             self.register_parameter(bias_name, bias)
             self.down_bias = self.declare_parameter("down_bias", e, d, placement=over_ep, std=0.0)
@@ -95,45 +111,63 @@ class Experts(DeclaringModule):
     @property
     def rounds_by_token(self) -> bool:
         """Whether a product asks for the numbers of its rows' tokens."""
-        return self.up_product.recipe.rounds_by_token or self.down_product.recipe.rounds_by_token
+        up = self.up_product.recipe
+        down = self.down_product.recipe
+        return up.rounds_by_token or down.rounds_by_token
 
     def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
+        return self.around_rows(self.run_numbered, rows)
+
+    def run_numbered(self, rows: Rows) -> Tensor:
         if rows.number_N is None:
             return self.run_experts(rows)
-        number_R = rows.number_N[rows.order.index_R.long()]
+        index_R = rows.order.index_R
+        number_R = rows.number_N[index_R.long()]
         with computing_tokens(lambda _: number_R):
             return self.run_experts(rows)
 
     def run_experts(self, rows: Rows) -> Tensor:
         order = rows.order
-        floats = (rows.source_ND, self.first_weight, self.down, order.weight_R)
-        routing = (order.index_R, order.slots_NK, order.ends_e, order.holes)
-        return self.expert_mlp(*floats, *routing, self.parts)
+        source_ND = rows.source_ND
+        weights = (self.first_weight, self.down)
+        weight_R = order.weight_R
+        links = (order.index_R, order.slots_NK)
+        ends_e = order.ends_e
+        return self.expert_mlp(source_ND, *weights, weight_R, *links, ends_e, order.holes, self.parts)
 
     def bind_fused_kernel(self) -> None:
         """Choose the kernel for the recipe of both products. Where the two differ, no fused kernel fits. `fused`:
         whether one kernel runs all of it, so that there is no activation to keep or rebuild by itself."""
         up = self.up_product.recipe
         down = self.down_product.recipe
-        self.recipe_name = up.name if up.name == down.name else "mixed"
-        kernels = self.kernels.with_facts(recipe=self.recipe_name)
-        self.parts = self.parts._replace(recipe=up, down_recipe=down)
+        is_same = up.name == down.name
+        self.recipe_name = up.name if is_same else "mixed"
+        name = self.recipe_name
+        kernels = self.kernels.with_facts(recipe=name)
+        parts = self.parts
+        self.parts = parts._replace(recipe=up, down_recipe=down)
         self.expert_mlp = kernels[expert_mlp]
-        self.fused = kernels.implementation_name(expert_mlp) != "reference"
+        chosen = kernels.implementation_name(expert_mlp)
+        self.fused = chosen != "reference"
 
     def project_up(self, x_RD: Tensor, gate_up_e2FD: Tensor, ends_e: Tensor) -> Tensor:
         h_R2F = self.up_product(x_RD, gate_up_e2FD, ends_e)
         bias = self.first_bias
         if bias is None:
             return h_R2F
-        biased_RN = self.kernels[expert_bias](h_R2F.flatten(1), bias.flatten(1), ends_e)
+        h_RN = h_R2F.flatten(1)
+        bias_eN = bias.flatten(1)
+        add_bias = self.kernels[expert_bias]
+        biased_RN = add_bias(h_RN, bias_eN, ends_e)
         return biased_RN.view_as(h_R2F)
 
     def project_down(self, a_RF: Tensor, down_eDF: Tensor, ends_e: Tensor, inside_R: Tensor | None) -> Tensor:
         """`inside_R`: the router's weights that the rows were multiplied by already; the bias is, too."""
         y_RD = self.down_product(a_RF, down_eDF, ends_e)
-        if self.down_bias is None:
+        bias_eD = self.down_bias
+        if bias_eD is None:
             return y_RD
-        bias_eD = self.down_bias * self.adds_bias
-        return self.kernels[expert_bias](y_RD, bias_eD, ends_e, inside_R)
+        bias_eD = bias_eD * self.adds_bias
+        add_bias = self.kernels[expert_bias]
+        return add_bias(y_RD, bias_eD, ends_e, inside_R)

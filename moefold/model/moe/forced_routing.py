@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from moefold.model.moe.router import ExpertLoad
+from moefold.model.moe.router import expert_loads
 from moefold.model.token_layout import TokenShard
 
 
@@ -24,7 +24,7 @@ def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     """Expert ids that every router chooses inside the block, by layer number: one (T, K) tensor for each microbatch, of
     this rank's own tokens. On one rank, unflattened to (B, S, K), it is the model's `imposed` input of that layer."""
     chosen: dict[int, list[Tensor]] = {}
-    loads = [module for module in model.modules() if isinstance(module, ExpertLoad)]
+    loads = expert_loads(model)
     for load in loads:
         kept = chosen.setdefault(load.layer, [])
         load.record = partial(keep_choices, kept)

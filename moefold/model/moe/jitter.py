@@ -11,6 +11,8 @@ from moefold.layout.counter_random import uniform_noise
 
 def multiply_by_jitter(h_TD: Tensor, size: float, number_T: Tensor, layer: int) -> Tensor:
     """h times factors that are uniform in [1 - size, 1 + size)."""
-    noise_TD = uniform_noise(number_T, h_TD.shape[1], layer)
+    width = h_TD.shape[1]
+    noise_TD = uniform_noise(number_T, width, layer)
     factor_TD = 1 + size * noise_TD
-    return h_TD * factor_TD.to(h_TD.dtype)
+    factor_TD = factor_TD.to(h_TD.dtype)
+    return h_TD * factor_TD

@@ -13,7 +13,6 @@ T tokens of this rank, D width, L width of a latent, R rows of the experts held 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -22,14 +21,15 @@ from torch import Tensor, nn
 from moefold.anatomy.step_specs import moe_step_specs
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Receipt
+from moefold.dispatch.fp8_dispatcher import unquantised
 from moefold.layout.token_numbers import numbers_of_rows
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
 from moefold.model.moe.shared import SharedExperts
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Carry, drop_from_carry
-from moefold.model.token_layout import TokenShard, make_token_shard
+from moefold.model.steps import Carry, StepMethods, drop_from_carry
+from moefold.model.token_layout import make_token_shard
 from moefold.precision.linear import Linear
 
 
@@ -46,37 +46,55 @@ class MoeSublayer(nn.Module):
         self.router = Router(model, layer, kernels, world)
         self.experts = Experts(model, kernels, world)
         if moe.shared_ffn:
-            self.shared = SharedExperts(model, kernels, world)
-        if moe.latent:  # the width of tokens in the all-to-all and inside the experts
-            self.narrow = Linear(world, model.hidden, moe.latent, std=model.init_std)
-            self.widen = Linear(world, moe.latent, model.hidden, std=model.init_std)
+            self.shared = SharedExperts(model, parts)
+        self.has_latent = moe.latent > 0
+        if self.has_latent:  # the width of tokens in the all-to-all and inside the experts
+            hidden = model.hidden
+            latent = moe.latent
+            std = model.init_std
+            self.narrow = Linear(world, hidden, latent, std=std)
+            self.widen = Linear(world, latent, hidden, std=std)
         self.dispatcher = parts.dispatcher
 
     def forward(self, x_BSD: Tensor, imposed_BSK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The layer on normed tokens of any leading shape; the last dim but one counts the positions of a sequence.
         Returns the output in the same shape, and the balance losses: weighted, summed over this rank's tokens.
         `imposed_BSK` are expert ids that replace the router's choice."""
-        positions = x_BSD.shape[-2] if x_BSD.dim() > 1 else 1
-        sequences = x_BSD.reshape(prod(x_BSD.shape[:-2]), positions, x_BSD.shape[-1])
-        h_TD = sequences.flatten(0, 1)
-        carry = {
-            "h_TD": h_TD,
-            "for_router_TD": h_TD,
-            "token_shard": self.token_shard(sequences),
-            "imposed": imposed_experts(self.router.layer, imposed_BSK, sequences),
-            "aux": torch.zeros((), dtype=torch.promote_types(h_TD.dtype, torch.float32), device=h_TD.device),
-        }
+        *batch, width = x_BSD.shape
+        positions = batch.pop() if batch else 1
+        sequences = prod(batch)
+        h_BSD = x_BSD.reshape(sequences, positions, width)
+        carry = self.begin(h_BSD, imposed_BSK)
         methods = self.step_methods()
         for spec in self.specs:
-            carry = methods[spec.name](carry)
-        return carry["output_TD"].view(x_BSD.shape), carry["aux"]
+            run = methods[spec.name]
+            carry = run(carry)
+        output_TD = carry["output_TD"]
+        y_BSD = output_TD.view(x_BSD.shape)
+        return y_BSD, carry["aux"]
 
-    def token_shard(self, sequences_BSD: Tensor) -> TokenShard:
-        """All tokens given are this rank's own, as on a rank of its own sequences."""
-        numbers_BS = torch.empty(sequences_BSD.shape[:2], device=sequences_BSD.device)
-        return make_token_shard(numbers_BS, self.world)
+    def begin(self, h_BSD: Tensor, imposed_BSK: Tensor | None) -> Carry:
+        """The carry before the first step. All tokens given are this rank's own, as on a rank of its own sequences."""
+        sequences, positions, _ = h_BSD.shape
+        shape = (sequences, positions)
+        any_numbers_BS = torch.empty(shape, device=h_BSD.device)
+        token_shard = make_token_shard(any_numbers_BS, self.world)
+        imposed: dict[int, Tensor] = {}
+        if imposed_BSK is not None:
+            layer = self.router.layer
+            imposed[layer] = imposed_BSK.reshape(*shape, -1)
+        wide = torch.promote_types(h_BSD.dtype, torch.float32)
+        no_loss = h_BSD.new_zeros((), dtype=wide)
+        h_TD = h_BSD.flatten(0, 1)
+        return {
+            "h_TD": h_TD,
+            "for_router_TD": h_TD,
+            "token_shard": token_shard,
+            "imposed": imposed,
+            "aux": no_loss,
+        }
 
-    def step_methods(self) -> dict[str, Callable[[Carry], Carry]]:
+    def step_methods(self) -> StepMethods:
         """The methods by the names that the anatomy gives the steps."""
         return {
             "route": self.route_tokens,
@@ -92,63 +110,84 @@ class MoeSublayer(nn.Module):
 
     def route_tokens(self, carry: Carry) -> Carry:
         shard = carry["token_shard"]
-        imposed_BSK = carry.get("imposed", {}).get(self.router.layer)
-        imposed_TK = None if imposed_BSK is None else shard.slice_for_rank(imposed_BSK).long()
-        routing, aux = self.router(carry["for_router_TD"], shard, imposed_TK)
-        aux = carry["aux"] + aux
-        return drop_from_carry(carry | {"routing": routing, "aux": aux}, "for_router_TD")
+        imposed = carry.get("imposed", {})
+        imposed_BSK = imposed.get(self.router.layer)
+        imposed_TK = None
+        if imposed_BSK is not None:
+            ids_TK = shard.slice_for_rank(imposed_BSK)
+            imposed_TK = ids_TK.long()
+        h_TD = carry["for_router_TD"]
+        routing, aux = self.router(h_TD, shard, imposed_TK)
+        carry = drop_from_carry(carry, "for_router_TD")
+        carry["routing"] = routing
+        carry["aux"] = carry["aux"] + aux
+        return carry
 
     def narrow_tokens(self, carry: Carry) -> Carry:
-        latent_TL = self.narrow(carry["h_TD"])
+        h_TD = carry["h_TD"]
+        latent_TL = self.narrow(h_TD)
         return carry | {"latent_TL": latent_TL}
 
     def plan_rows(self, carry: Carry) -> Carry:
-        receipt = self.dispatcher.plan(carry["routing"])
-        return drop_from_carry(carry | {"receipt": receipt}, "routing")
+        routing = carry["routing"]
+        carry = drop_from_carry(carry, "routing")
+        carry["receipt"] = self.dispatcher.plan(routing)
+        return carry
 
     def dispatch_tokens(self, carry: Carry) -> Carry:
-        tokens = carry["latent_TL"] if "latent_TL" in carry else carry["h_TD"]
+        name = "latent_TL" if self.has_latent else "h_TD"
+        tokens = carry[name]
         receipt = carry["receipt"]
         rows = self.dispatcher.dispatch(tokens, receipt)
         if self.experts.rounds_by_token:
-            rows = rows._replace(number_N=self.dispatch_numbers(len(tokens), receipt))
-        if self.training:
-            row_bytes = tokens.shape[1] * tokens.element_size()
-            self.router.load.note_moved(receipt.rows_moved * row_bytes)
-        return drop_from_carry(carry | {"rows": rows}, "latent_TL")
+            count = len(tokens)
+            number_N = self.dispatch_numbers(count, receipt)
+            rows = rows._replace(number_N=number_N)
+        if self.training and receipt.rows_moved:
+            width = tokens.shape[1]
+            row_bytes = width * tokens.element_size()
+            sent = receipt.bytes_moved(row_bytes)
+            self.router.load.note_moved(sent)
+        carry = drop_from_carry(carry, "latent_TL")
+        return carry | {"rows": rows}
 
     def dispatch_numbers(self, tokens: int, receipt: Receipt) -> Tensor:
         """Numbers of the tokens that arrive, sent as tokens are. fp64 holds them exactly."""
-        number_T = numbers_of_rows(tokens, self.router.weight.device)
-        arrived_N1 = self.dispatcher.dispatch(number_T[:, None].double(), receipt).source_ND
-        return arrived_N1[:, 0].long()
+        device = self.router.weight.device
+        number_T = numbers_of_rows(tokens, device)
+        number_T1 = number_T[:, None].double()
+        dispatcher = unquantised(self.dispatcher)
+        arrived = dispatcher.dispatch(number_T1, receipt)
+        number_N = arrived.source_ND[:, 0]
+        return number_N.long()
 
     def run_shared_experts(self, carry: Carry) -> Carry:
-        shared_TD = self.shared(carry["h_TD"])
+        h_TD = carry["h_TD"]
+        shared_TD = self.shared(h_TD)
         return carry | {"shared_TD": shared_TD}
 
     def run_routed_experts(self, carry: Carry) -> Carry:
-        y_RD = self.experts(carry["rows"])
-        return drop_from_carry(carry | {"y_RD": y_RD}, "rows", "h_TD")
+        rows = carry["rows"]
+        carry = drop_from_carry(carry, "rows", "h_TD")
+        carry["y_RD"] = self.experts(rows)
+        return carry
 
     def combine_rows(self, carry: Carry) -> Carry:
-        combined = self.dispatcher.combine(carry["y_RD"], carry["receipt"])
+        y_RD = carry["y_RD"]
+        receipt = carry["receipt"]
+        combined = self.dispatcher.combine(y_RD, receipt)
         carry = drop_from_carry(carry, "y_RD", "receipt")
-        name = "latent_TL" if hasattr(self, "widen") else "output_TD"
+        name = "latent_TL" if self.has_latent else "output_TD"
         return carry | {name: combined}
 
     def widen_tokens(self, carry: Carry) -> Carry:
-        output_TD = self.widen(carry["latent_TL"])
-        return drop_from_carry(carry | {"output_TD": output_TD}, "latent_TL")
+        latent_TL = carry["latent_TL"]
+        carry = drop_from_carry(carry, "latent_TL")
+        carry["output_TD"] = self.widen(latent_TL)
+        return carry
 
     def add_shared_experts(self, carry: Carry) -> Carry:
-        output_TD = carry["output_TD"] + carry["shared_TD"]
-        return drop_from_carry(carry | {"output_TD": output_TD}, "shared_TD")
-
-
-def imposed_experts(layer: int, imposed_BSK: Tensor | None, sequences_BSD: Tensor) -> dict[int, Tensor]:
-    """Expert ids set from outside, by layer, as a carry holds them."""
-    if imposed_BSK is None:
-        return {}
-    shape = sequences_BSD.shape[:2]
-    return {layer: imposed_BSK.reshape(*shape, -1)}
+        shared_TD = carry["shared_TD"]
+        carry = drop_from_carry(carry, "shared_TD")
+        carry["output_TD"] = carry["output_TD"] + shared_TD
+        return carry

@@ -30,29 +30,33 @@ from moefold.kernels.routing.router_ops import router_logits, router_topk
 from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
-from moefold.layout.rerun import inside_recompute
 from moefold.model.moe.capacity import drop_beyond_capacity, drops_choices
 from moefold.model.moe.jitter import multiply_by_jitter
 from moefold.model.moe.sequence_choice import expert_choice, round_robin_experts, sinkhorn_choice
+from moefold.model.steps import inside_recompute
 from moefold.model.token_layout import TokenShard
 
 SumOverRanks = Callable[[Tensor], Tensor]
+RecordChoices = Callable[[Tensor, TokenShard], object]
 
 
 class Router(DeclaringModule):
     def __init__(self, model: ModelConfig, layer: int, kernels: BoundKernels, world: World):
         super().__init__(world)
-        moe = self.moe = model.moe
+        moe = model.moe
+        self.moe = moe
         self.layer = layer
         self.spec = router_spec_of(moe)
         self.router_logits = kernels[router_logits]
         self.router_topk = kernels[router_topk]
-        shape = (moe.experts, model.hidden)
-        self.weight = self.declare_parameter("weight", *shape, std=model.init_std)
+        experts = moe.experts
+        std = model.init_std
+        width = model.hidden
+        self.weight = self.declare_parameter("weight", experts, width, std=std)
         self.bias = None
         if moe.biases:
-            self.bias = self.declare_parameter("bias", moe.experts, std=0.0)
-        self.load = ExpertLoad(moe.experts, layer)
+            self.bias = self.declare_parameter("bias", experts, std=0.0)
+        self.load = ExpertLoad(experts, layer)
         self.drops_choices = drops_choices(moe)
         self.sharing = world.cp_tp  # the ranks that hold parts of the same sequences
         self.sum_over_sharing = bind_collective(all_reduce_no_grad, self.sharing)
@@ -62,35 +66,45 @@ class Router(DeclaringModule):
         logits_TE = self.logits(h_TD, share)
         if imposed_TK is None:
             imposed_TK = self.sequence_wide_choice(logits_TE, share)
-        bias_E = self.load.bias_E.to(logits_TE.dtype)
-        chosen = self.router_topk(logits_TE, bias_E, self.spec, imposed_TK, share.span)
+        load = self.load
+        bias_E = load.bias_E.to(logits_TE.dtype)
+        span = share.span
+        chosen = self.router_topk(logits_TE, bias_E, self.spec, imposed_TK, span)
         weights_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
         routing = Routing(weights_TK, ids_TK)
         if self.drops_choices:
-            routing = drop_beyond_capacity(routing, self.moe, share, self.sharing)
+            sharing = self.sharing
+            routing = drop_beyond_capacity(routing, self.moe, share, sharing)
         if self.training:
-            self.load.count(counts_BE, ids_TK, routing.ids_TK)
-        if self.load.record and not inside_recompute():
-            self.load.record(ids_TK, share)
-        losses = balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sum_over_sharing)
+            load.count(counts_BE, ids_TK, routing.ids_TK)
+        if load.record and not inside_recompute():
+            load.record(ids_TK, share)
+        sums = (counts_BE, shares_BE, squares_B)
+        losses = balance_losses(*sums, self.moe, load, self.sum_over_sharing)
         return routing, losses
 
     def logits(self, h_TD: Tensor, share: TokenShard) -> Tensor:
         jitter = self.moe.router.jitter
         if jitter and self.training:
             # In fp32: small noise would be lost in the rounding to bf16.
-            wide_TD = h_TD.to(torch.promote_types(h_TD.dtype, torch.float32))
-            noisy_TD = multiply_by_jitter(wide_TD, jitter, share.token_number_T, self.layer)
+            wide = torch.promote_types(h_TD.dtype, torch.float32)
+            wide_TD = h_TD.to(wide)
+            number_T = share.token_number_T
+            layer = self.layer
+            noisy_TD = multiply_by_jitter(wide_TD, jitter, number_T, layer)
             logits_TE = router_logits(noisy_TD, self.weight)
         else:
             logits_TE = self.router_logits(h_TD, self.weight)
-        return logits_TE if self.bias is None else logits_TE + self.bias
+        if self.bias is None:
+            return logits_TE
+        return logits_TE + self.bias
 
     def sequence_wide_choice(self, logits_TE: Tensor, share: TokenShard) -> Tensor | None:
         """Choices made over whole sequences, or round robin; None where each token chooses for itself."""
         kind = self.moe.router.kind
         if self.moe.router.force_balance:
-            return round_robin_experts(share.token_number_T, self.moe)
+            number_T = share.token_number_T
+            return round_robin_experts(number_T, self.moe)
         if kind == "token_choice":
             return None
         choose = expert_choice if kind == "expert_choice" else sinkhorn_choice
@@ -102,6 +116,9 @@ class Router(DeclaringModule):
 def router_spec_of(moe: MoeConfig) -> RouterSpec:
     router = moe.router
     extension = find_extension("router_score", router.score)
+    score_function = None
+    if extension is not None:
+        score_function = extension.load()
     return RouterSpec(
         moe.top_k,
         router.score,
@@ -110,7 +127,7 @@ def router_spec_of(moe: MoeConfig) -> RouterSpec:
         router.groups,
         router.groups_chosen,
         router.group_score,
-        score_function=None if extension is None else extension.load(),
+        score_function=score_function,
     )
 
 
@@ -126,14 +143,18 @@ class ExpertLoad(nn.Module):
     def __init__(self, experts: int, layer: int = 0):
         super().__init__()
         self.layer = layer
-        self.register_buffer("bias_E", torch.zeros(experts, dtype=torch.float32))
-        even_share_E = torch.full((experts,), 1 / experts, dtype=torch.float64)
-        self.register_buffer("share_E", even_share_E)
-        self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
-        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+        bias_E = torch.zeros(experts, dtype=torch.float32)
+        self.register_buffer("bias_E", bias_E)
+        even = 1 / experts
+        share_E = torch.full((experts,), even, dtype=torch.float64)
+        self.register_buffer("share_E", share_E)
+        counts_E = torch.zeros(experts, dtype=torch.int64)
+        self.register_buffer("counts_E", counts_E, persistent=False)
+        dropped = torch.zeros((), dtype=torch.int64)
+        self.register_buffer("dropped", dropped, persistent=False)
         self.moved = 0  # bytes of tokens that dispatch and combine sent in forward; a number of the host
         # called with the expert ids of each microbatch, and which of its tokens they belong to
-        self.record: Callable[[Tensor, TokenShard], object] | None = None
+        self.record: RecordChoices | None = None
 
     @torch.no_grad()
     def count(self, counts_BE: Tensor, ids_TK: Tensor, kept_TK: Tensor) -> None:
@@ -142,24 +163,35 @@ class ExpertLoad(nn.Module):
             return
         self.counts_E += counts_BE.sum(0)
         if kept_TK is not ids_TK:  # the same tensor without a capacity: nothing is dropped
-            chosen = (ids_TK >= 0).sum()
-            kept = (kept_TK >= 0).sum()
-            self.dropped += chosen - kept
+            is_chosen = ids_TK >= 0
+            is_kept = kept_TK >= 0
+            kept = is_kept.sum()
+            self.dropped += is_chosen.sum() - kept
 
     def note_moved(self, sent: int) -> None:
         if not inside_recompute():
             self.moved += sent
 
     @torch.no_grad()
-    def remember_batch_shares(self, counts_E: Tensor) -> None:
-        """Store each expert's share of a whole batch."""
-        total = counts_E.sum().clamp(min=1)
-        self.share_E.copy_(counts_E / total)
+    def remember_batch_shares(self, counts_E: Tensor, sound: Tensor | bool = True) -> None:
+        """Store each expert's share of a whole batch, unless its step was not finite (`sound`)."""
+        total = counts_E.sum()
+        at_least_one = total.clamp(min=1)
+        shares_E = counts_E / at_least_one
+        if isinstance(sound, Tensor):
+            shares_E = shares_E.where(sound, self.share_E)
+        self.share_E.copy_(shares_E)
 
     def forget_counts(self) -> None:
         self.counts_E.zero_()
         self.dropped.zero_()
         self.moved = 0
+
+
+def expert_loads(model: nn.Module) -> list[ExpertLoad]:
+    """The loads of a model's routers, in the order of its layers."""
+    modules = model.modules()
+    return [module for module in modules if isinstance(module, ExpertLoad)]
 
 
 def balance_losses(
@@ -176,32 +208,39 @@ def balance_losses(
     total = shares_BE.new_zeros(())
     if balance.aux_loss or balance.device_loss:
         load_BE = expert_load_shares(counts_BE, moe, load, sum_over_ranks)
-        factor_BE = (moe.experts * balance.aux_loss) * load_BE
+        weight = moe.experts * balance.aux_loss
+        factor_BE = weight * load_BE
         if balance.device_loss:
             group_load_BE = mean_over_groups(load_BE, balance.devices)
-            factor_BE = factor_BE + (moe.experts * balance.device_loss) * group_load_BE
-        weighted_BE = factor_BE.to(shares_BE.dtype) * shares_BE
+            weight = moe.experts * balance.device_loss
+            factor_BE = factor_BE + weight * group_load_BE
+        factor_BE = factor_BE.to(shares_BE.dtype)
+        weighted_BE = factor_BE * shares_BE
         total = total + weighted_BE.sum()
     if balance.z_loss:
-        total = total + balance.z_loss * squares_B.sum()
+        square_sum = squares_B.sum()
+        total = total + balance.z_loss * square_sum
     return total
 
 
 def mean_over_groups(load_BE: Tensor, groups: int) -> Tensor:
     """Each expert's load replaced by the mean of its group's."""
-    experts = load_BE.shape[-1]
-    by_group = load_BE.unflatten(-1, (groups, -1))
+    shape = (groups, -1)
+    by_group = load_BE.unflatten(-1, shape)
     means = by_group.mean(-1)
-    return means.repeat_interleave(experts // groups, -1)
+    size = by_group.shape[-1]
+    return means.repeat_interleave(size, -1)
 
 
 def expert_load_shares(counts_BE: Tensor, moe: MoeConfig, load: ExpertLoad, sum_over_ranks: SumOverRanks) -> Tensor:
     """Each expert's share of the choices that are counted together: (B, E) for sequences, else (1, E). Sequences and
     microbatches are counted over the ranks that hold parts of them."""
-    if moe.balance.aux_over in ("global_batch", "previous_batch"):
+    over = moe.balance.aux_over
+    if over in ("global_batch", "previous_batch"):
         return load.share_E[None]
-    if moe.balance.aux_over == "microbatch":
+    if over == "microbatch":
         counts_BE = counts_BE.sum(0, keepdim=True)
     counts_BE = sum_over_ranks(counts_BE)
     total_B1 = counts_BE.sum(-1, keepdim=True)
-    return counts_BE.double() / total_B1.clamp(min=1)
+    at_least_one_B1 = total_B1.clamp(min=1)
+    return counts_BE.double() / at_least_one_B1

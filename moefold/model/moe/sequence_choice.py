@@ -24,13 +24,15 @@ def expert_choice(logits_BSE: Tensor, moe: MoeConfig) -> Tensor:
     (B, S, E): the expert's own id where it took the token, -1 elsewhere."""
     _, tokens, experts = logits_BSE.shape
     factor = moe.capacity.factor or 1.0
-    capacity = math.ceil(factor * tokens * moe.top_k / experts)
+    even_share = factor * tokens * moe.top_k / experts
+    capacity = math.ceil(even_share)
     scores_BSE = logits_BSE.softmax(-1)
-    order_BSE = scores_BSE.sort(dim=1, descending=True, stable=True).indices
-    best_BCE = order_BSE[:, : min(tokens, capacity)]
+    order_BSE = from_largest(scores_BSE, dim=1)
+    best_BCE = order_BSE[:, :capacity]
     taken_BSE = torch.zeros_like(logits_BSE, dtype=torch.bool)
     taken_BSE.scatter_(1, best_BCE, True)
-    every_expert = torch.arange(experts, device=taken_BSE.device)
+    device = logits_BSE.device
+    every_expert = torch.arange(experts, device=device)
     return torch.where(taken_BSE, every_expert, -1)
 
 
@@ -38,8 +40,13 @@ def sinkhorn_choice(logits_BSE: Tensor, moe: MoeConfig) -> Tensor:
     """Each token's K best experts by a transport plan whose rows (tokens) and columns (experts) have even sums:
     (B, S, K)."""
     plan_BSE = sinkhorn_log_plan(logits_BSE)
-    order_BSE = plan_BSE.sort(dim=-1, descending=True, stable=True).indices
+    order_BSE = from_largest(plan_BSE, dim=-1)
     return order_BSE[..., : moe.top_k]
+
+
+def from_largest(x: Tensor, dim: int) -> Tensor:
+    """Indices along a dim from the largest value to the smallest; of equals, the first comes first."""
+    return x.argsort(dim=dim, descending=True, stable=True)
 
 
 def sinkhorn_log_plan(logits_BSE: Tensor) -> Tensor:
@@ -49,13 +56,18 @@ def sinkhorn_log_plan(logits_BSE: Tensor) -> Tensor:
     log_share = math.log(tokens / experts)
     plan_BSE = logits_BSE
     for _ in range(SINKHORN_ROUNDS):
-        plan_BSE = plan_BSE - plan_BSE.logsumexp(1, keepdim=True) + log_share  # experts
-        plan_BSE = plan_BSE - plan_BSE.logsumexp(2, keepdim=True)  # tokens
+        log_sum_B1E = plan_BSE.logsumexp(1, keepdim=True)
+        plan_BSE = plan_BSE - log_sum_B1E + log_share
+        log_sum_BS1 = plan_BSE.logsumexp(2, keepdim=True)
+        plan_BSE = plan_BSE - log_sum_BS1
     return plan_BSE
 
 
 def round_robin_experts(number_T: Tensor, moe: MoeConfig) -> Tensor:
     """Token t gets experts t x K up to t x K + K - 1, modulo E: an even load on any layout."""
-    choice_K = torch.arange(moe.top_k, device=number_T.device)
-    first_T1 = number_T[:, None] * moe.top_k
+    k = moe.top_k
+    device = number_T.device
+    choice_K = torch.arange(k, device=device)
+    number_T1 = number_T[:, None]
+    first_T1 = number_T1 * k
     return (first_T1 + choice_K) % moe.experts

@@ -6,22 +6,25 @@ from torch import Tensor
 
 from moefold.anatomy.activations import shared_activation
 from moefold.config.run import ModelConfig
-from moefold.kernels.bound import BoundKernels
-from moefold.layout.axes import World
 from moefold.model.mlp import Mlp
+from moefold.model.parts import ModelParts
 from moefold.precision.linear import Linear
 
 
 class SharedExperts(Mlp):
-    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
-        super().__init__(model, model.moe.shared_ffn, shared_activation(model), kernels, world)
+    def __init__(self, model: ModelConfig, parts: ModelParts):
+        ffn = model.moe.shared_ffn
+        activation = shared_activation(model)
+        super().__init__(model, ffn, activation, parts)
         self.gate = None
         if model.moe.shared_gate:
-            self.gate = Linear(world, model.hidden, 1, std=model.init_std)
+            std = model.init_std
+            self.gate = Linear(parts.world, model.hidden, 1, std=std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = super().forward(x_TD)
         if self.gate is None:
             return y_TD
-        gate_T1 = self.gate(x_TD).sigmoid()
+        score_T1 = self.gate(x_TD)
+        gate_T1 = score_T1.sigmoid()
         return gate_T1 * y_TD

@@ -1,0 +1,145 @@
+"""The model's parameters shared out among replicas: buckets, gradients and the weights of other ranks, by `shard.mode`.
+
+zero1    weights are whole on every rank, and updated shares are gathered after a step (shard/publish.py)
+zero3    weights are shares, and units are gathered around the steps that use them (shard/gathered_units.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from moefold.anatomy.stage_contents import embedding_ranks, final_norm_ranks
+from moefold.comm.host_objects import union_of_sets
+from moefold.config.run import Config, OptimConfig
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.optimizer.add_squares import add_squares
+from moefold.layout.axes import World
+from moefold.model.initialise import fill_parameters
+from moefold.model.steps import Around
+from moefold.model.transformer import Transformer
+from moefold.observe.trace import SpanRecorder
+from moefold.optim.parameter_groups import ParameterGroups
+from moefold.pipeline.last_gradients import stages_using_parameters
+from moefold.precision.recipes import weight_formats
+from moefold.shard.buckets import Bucket, UnitOf, block_of_parameter, fill_buckets
+from moefold.shard.fp8_weights import Fp8Storage
+from moefold.shard.gathered_units import GatheredUnits, unit_of_parameter
+from moefold.shard.gradients import Gradients
+from moefold.shard.publish import Publisher
+from moefold.shard.storage import sharded_storage_maker, storage_maker
+from moefold.shard.unit_gradients import UnitGradients
+
+WeightFiller = Callable[[Transformer], None]
+UNITS_OF_A_PASS = 2  # whole at a time: the one in use, and the next
+
+
+class SharedOut(NamedTuple):
+    """A model shared out. `around`: what is called around every step of the model."""
+
+    buckets: list[Bucket]
+    gradients: Gradients
+    parameters: Publisher | GatheredUnits
+    around: tuple[Around, ...] = ()
+
+
+def share_out_model(
+    config: Config,
+    model: Transformer,
+    world: World,
+    groups: ParameterGroups,
+    kernels: BoundKernels,
+    spans: SpanRecorder,
+    weights: WeightFiller | None = None,
+) -> SharedOut:
+    """Share out the parameters of a model. With zero3 they have no memory yet: they are drawn by name and seed, or
+    filled by `weights`."""
+    if world.replicas != config.shard.replicas:
+        raise ValueError(f"a world of {world.replicas} replicas for shard.replicas = {config.shard.replicas}")
+    choose_trained_parameters(model, world, groups)
+    if config.shard.mode == "zero3":
+        return share_out_units(config, model, world, groups, kernels, spans, weights)
+    unit = block_of_parameter if has_units(config.optim) else None
+    fp8 = fp8_storage(config, model, kernels)
+    buckets = configured_filler(config, model, world, groups)(unit=unit, fp8=fp8)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # what parameters had before they moved into buckets
+    gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
+    return SharedOut(buckets, gradients, Publisher(model, buckets))
+
+
+def share_out_units(
+    config: Config,
+    model: Transformer,
+    world: World,
+    groups: ParameterGroups,
+    kernels: BoundKernels,
+    spans: SpanRecorder,
+    weights: WeightFiller | None,
+) -> SharedOut:
+    unit_of = units_of_model(model)
+    fill = partial(fill_parameters, seed=config.train.seed) if weights is None else None
+    sharded = sharded_storage_maker(config.optim.main)
+    buckets = configured_filler(config, model, world, groups)(unit=unit_of, sharded=sharded, fill=fill)
+    if weights is not None:
+        weights(model)
+    stages: dict[int, set[str]] = {stage.number: set() for stage in model.stages}
+    for name, (users, _) in stages_using_parameters(model).items():
+        for stage in users:
+            stages[stage].add(unit_of(name))
+    gradients = UnitGradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares], stages)
+    passes = 2 if config.pipeline.pair else 1  # a forward and a backward at a time
+    units = GatheredUnits(model, buckets, gradients, spans, passes * UNITS_OF_A_PASS)
+    return SharedOut(buckets, gradients, units, (units,))
+
+
+def configured_filler(config: Config, model: Transformer, world: World, groups: ParameterGroups):
+    """`fill_buckets` with what the configuration says of buckets in either mode."""
+    return partial(
+        fill_buckets,
+        model,
+        world,
+        held=pipeline_shared_weights(config),
+        gradients=config.optim.gradients,
+        group=groups.group_of,
+        storage=storage_maker(config.optim.main),
+        cost=groups.cost_of,
+    )
+
+
+def units_of_model(model: Transformer) -> UnitOf:
+    """The unit of each parameter that this rank holds."""
+    names = [name for name, _ in model.named_modules()]
+    held = frozenset(names)
+    return partial(unit_of_parameter, held=held, tied_head=model.model.tied_head)
+
+
+def has_units(optim: OptimConfig) -> bool:
+    """Whether layers are updated or clipped one by one."""
+    return optim.when == "backward" or optim.clip_by == "unit"
+
+
+def choose_trained_parameters(model: Transformer, world: World, groups: ParameterGroups) -> None:
+    """Freeze the parameters that groups name so. A pattern may match on other pipeline ranks only."""
+    if groups.entries:
+        names = {name for name, _ in model.named_parameters()}
+        groups.require_matches(union_of_sets(names, world.pp))
+        groups.freeze_parameters(model)
+
+
+def fp8_storage(config: Config, model: Transformer, kernels: BoundKernels) -> Fp8Storage | None:
+    if config.precision.storage != "fp8":
+        return None
+    return Fp8Storage(weight_formats(model), kernels)
+
+
+def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:
+    """Parameters of which several pipeline ranks hold copies."""
+    ranks = {
+        "embedding.weight": embedding_ranks(config),
+        "head.norm.weight": final_norm_ranks(config),
+    }
+    return {name: tuple(holders) for name, holders in ranks.items() if len(holders) > 1}
