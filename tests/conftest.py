@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-ALONE = ("bench", "cli", "train", "web")  # folders whose tests start whole runs and servers, or measure time
+ALONE = ("bench",)  # folders whose tests measure time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,7 +33,7 @@ def test_another_shell_is_refused_with_those_there_are(words: list[str], capsys:
     [
         ("moefold tr", ["train"]),
         ("moefold train qwen3-235b-a22b-", ["qwen3-235b-a22b-tiny"]),
-        ("moefold train tiny --train.st", ["--train.steps"]),
+        ("moefold train tiny --train.st", ["--train.steps", "--train.step_timeout"]),
         ("moefold train tiny --npr", ["--nproc"]),
         ("moefold train tiny --model.attention.kind m", ["mla"]),
         ("moefold bench k", ["kernels"]),

@@ -48,11 +48,14 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "products",
         "routing",
         "dispatcher",
+        "fp8_on_the_wire",
+        "shard",
         "beside_exchanges",
         "layers",
         "kernels",
         "regions",
         "recompute",
+        "graphs",
         "optimizer",
         "memory",
     }
@@ -363,3 +366,54 @@ def test_auto_says_the_links_that_it_knows_without_ranks_to_measure_them(explain
     known = "links of gloo on CPUs, round numbers: 1 GB/s inside a node; 1 GB/s between nodes"
     assert why.endswith(f"; {known}; a run measures its links")
     assert explained("tiny")["dispatcher"] == {"name": "local", "why": "all experts are on this rank"}
+
+
+def test_shards_are_explained_with_their_bytes(capsys: pytest.CaptureFixture[str]):
+    """Four ranks with a quarter of all weights each, in fp32; a block is the largest unit."""
+    assert run_command_line(["explain", "tiny", "--nproc", "4", "--shard.mode", "zero3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    shard = found["shard"]
+    layer = sum(step["parameters"] for step in found["layers"][1]["steps"])
+    assert shard["weight_bytes"] == pytest.approx(found["parameters"])
+    assert shard["unit_bytes"] == pytest.approx(2 * layer * 4)
+    assert run_command_line(["explain", "tiny", "--nproc", "4", "--shard.replicas", "2"]) == 0
+    assert "2 copies of all shares" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_is_sent_in_fp8_is_said(explained: Any):
+    assert explained("tiny")["fp8_on_the_wire"] == []
+    words = [
+        "--parallel.ep",
+        "2",
+        "--nproc",
+        "2",
+        "--precision.dispatch",
+        "fp8",
+        "--precision.combine_gradient",
+        "e5m2",
+    ]
+    tokens, gradients = explained("tiny", *words)["fp8_on_the_wire"]
+    assert tokens == "tokens to experts (e4m3, a scale for 128 values of a token)"
+    assert gradients == "gradients of experts' sums (e5m2, a scale for 128 values of a token)"
+    words = ["--parallel.tp", "2", "--nproc", "2", "--precision.tp_sums", "fp8", "--precision.tp_sum_gradients", "fp8"]
+    assert len(explained("tiny", *words)["fp8_on_the_wire"]) == 2
+    storage = explained("tiny", "--precision.recipe", "fp8_block", "--precision.storage", "fp8")
+    assert storage["fp8_on_the_wire"] == ["weights to replicas (as they are stored)"]
+
+
+def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any, capsys: pytest.CaptureFixture[str]):
+    on_gpu = ["--train.device", "cuda"]
+    whole = explained("tiny", *on_gpu, "--memory.graphs", "whole")["graphs"]
+    assert whole["captured"].startswith("forward, backward, clipping and update of all microbatches")
+    assert "validation" in whole["eager"]
+    without = explained("tiny", *on_gpu, "--kernels.force", "adamw=reference", "--pipeline.pair", "true")["graphs"]
+    assert without["graphs"] == "none"
+    assert "kernel adamw = reference reads values on the host" in without["in_the_way"]
+    assert any("pipeline.pair = true" in reason for reason in without["in_the_way"])
+    words = [*on_gpu, "--nproc", "2", "--parallel.ep", "2", "--parallel.dispatcher", "all_gather"]
+    assert any(
+        "parallel.ep = 2 is in the way" in reason for reason in explained("tiny", *words)["graphs"]["in_the_way"]
+    )
+    assert run_command_line(["explain", "tiny", *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "CUDA graphs: none; in the way of memory.graphs whole: memory.graphs = whole: parallel.ep = 2" in shown

@@ -50,14 +50,20 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
     lines.write_text(
         "".join(json.dumps({"body": f"line {i} of many, each a little different\n"}) + "\n" for i in range(900))
     )
+    folder = str(tmp_path / "prepared")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run_command_line(["data", "prepare", corpus(tmp_path)[-1], "--out", folder, "--workers", "1"]) == 0
+    text = ["--data.source", "prepared", "--data.files", folder, "--data.weights", "1"]
     variants = [
-        ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *corpus(tmp_path)],
+        ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *text],
         ["--model.attention.rope.scaling", "yarn", "--optim.decay", "wsd", "--model.moe.dense_layers", "1"],
     ]
     variants[0] += ["--model.moe.capacity.factor", "1.5", "--model.mtp", "1", "--pipeline.pair", "true"]
     variants[0] += ["--model.moe.activation", "clamped_swiglu", "--model.moe.shared_ffn", "8"]
     variants[0] += ["--model.moe.balance.device_loss", "0.1", "--model.moe.balance.devices", "2"]
+    variants[0] += ["--memory.offload", "layer", "--memory.offload_least", "64"]
     variants[0] += ["--model.attention.window", "8", "--model.attention.full_every", "2"]
+    variants[0] += ["--train.precision", "fp16"]
     variants[1] += [
         "--model.attention.kind",
         "mla",

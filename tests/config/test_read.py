@@ -1,5 +1,6 @@
 """From words and YAML to a configuration and back."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,34 @@ def test_yaml_that_trips_its_own_reader_is_refused(what: str, tmp_path: Path):
     file.write_text(ODD_YAML[what])
     with pytest.raises(UserError):
         resolve_recipe(str(file))
+
+
+def alias_bomb(entry: str) -> str:
+    """Eight lines, each ten times the one before it: a hundred million values."""
+    lines = ["a0: &a0 {k: 1}"]
+    lines += [f"a{n}: &a{n} {entry.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 9)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [alias_bomb("[{}]"), alias_bomb("{{<<: [{}]}}"), "data: &d {files: *d}", "a: " + "x" * 2_000_000],
+    ids=["aliases", "merges", "itself", "length"],
+)
+def test_yaml_of_a_few_lines_that_means_millions_of_values_is_refused_before_they_are_made(text: str, tmp_path: Path):
+    file = tmp_path / "bomb.yaml"
+    file.write_text(text)
+    begun = time.process_time()
+    with pytest.raises(UserError, match=r"has (aliases that make )?more than|contains itself"):
+        resolve_recipe(str(file))
+    assert time.process_time() - begun < 2
+
+
+def test_anchors_and_merges_of_a_common_size_are_read(tmp_path: Path):
+    file = tmp_path / "merged.yaml"
+    file.write_text("train: &t {steps: 7}\noptim: {<<: [{lr: 0.5}, {warmup: 3}], weight_decay: 0.2}\n")
+    read = resolve_recipe(str(file))
+    assert (read.train.steps, read.optim.lr, read.optim.warmup, read.optim.weight_decay) == (7, 0.5, 3, 0.2)
 
 
 @pytest.mark.parametrize("words", [["--data.files=a.txt"], ["--data.files", "a.txt,b.jsonl"]])

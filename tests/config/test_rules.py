@@ -20,6 +20,25 @@ FP8_LATENT = "--precision.recipe=fp8_block --model.attention.kind=mla --model.at
 
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
+    "weights are of prepared sources": [
+        ("--data.weights=1/2", 1, "data.weights = 1/2, but data.source = stdlib"),
+        ("--data.weights=1/2 --data.source=prepared --data.files=a", 1, "2 weights for 1 folders"),
+    ],
+    "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
+    "fully sharded weights have no quantised copies": [
+        ("--shard.mode=zero3 --precision.recipe=fp8_block", 2, "shard.mode = zero3"),
+        (
+            "--shard.mode=zero3 --precision.recipes=*.attention.out:mxfp8",
+            2,
+            "precision.recipes = *.attention.out:mxfp8",
+        ),
+    ],
+    "fully sharded weights are trained": [
+        ("--shard.mode=zero3 --optim.groups=embedding.*:frozen", 2, "optim.groups = embedding.*:frozen"),
+    ],
+    "units of paired slots are gathered in one order": [
+        ("--shard.mode=zero3 --memory.recompute=moe --pipeline.pair=true", 2, "memory.recompute = moe"),
+    ],
     "clipped logits are not normed": [
         ("--optim.qk_clip=50 --model.attention.qk_norm=head", 1, "optim.qk_clip = 50"),
     ],
@@ -29,6 +48,24 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--optim.gradients=bf16 --train.precision=fp32 --train.micro_batch=16", 1, "optim.gradients = bf16")
     ],
     "stochastic rounding has something to round": [("--optim.rounding=stochastic", 1, "optim.rounding = stochastic")],
+    "moments in blocks are AdamW's": [
+        ("--optim.moments=int8 --optim.rule=muon", 1, "optim.moments = int8"),
+        ("--optim.moments=fp8 --optim.groups=*.experts.*:rule=muon", 1, "optim.moments = fp8"),
+    ],
+    "states on the host are AdamW's": [
+        ("--optim.states=host --optim.rule=muon", 1, "optim.rule = muon"),
+        ("--optim.states=host --optim.qk_clip=50", 1, "optim.qk_clip = 50"),
+        ("--optim.states=host --precision.recipe=fp8_block --precision.storage=fp8", 1, "precision.storage = fp8"),
+    ],
+    "updates on the host have fp32 states there": [
+        ("--optim.update=host", 1, "optim.states = device"),
+        ("--optim.update=host --optim.states=host --optim.moments=int8", 1, "optim.moments = int8"),
+    ],
+    "updates in backward know their clipping": [("--optim.when=backward", 1, "optim.clip_by = global")],
+    "units are of one stage": [
+        ("--optim.when=backward --optim.clip_by=previous --parallel.pp=2", 2, "optim.when = backward"),
+        ("--optim.clip_by=unit --parallel.pp=2", 2, "optim.clip_by = unit"),
+    ],
     "bf16 gradients are of one microbatch": [
         ("--optim.gradients=bf16 --train.global_batch=8 --train.micro_batch=4", 1, "train.micro_batch = 4")
     ],
@@ -52,9 +89,43 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.recompute=experts@1,moe@0-1", 1, 'region "experts" lies inside "moe"'),
         ("--memory.recompute=core,layer", 1, 'region "core" lies inside "layer"'),
     ],
+    "offloaded regions can be read": [
+        ("--memory.offload=cores", 1, 'entry "cores" names no region (did you mean "core"?)'),
+        ("--memory.offload=norm@3", 1, 'region "norm" is named for layer 3 alone, which is the last and stays'),
+        ("--memory.offload=experts,moe", 1, 'region "experts" lies inside "moe"'),
+        ("--memory.offload=experts --memory.recompute=moe@1", 1, "which is recomputed: it keeps nothing to offload"),
+        ("--memory.offload=layer --model.layers=1", 1, "named for layer 0 alone"),
+    ],
+    "expert chunks are whole tiles": [("--memory.expert_chunk=100", 1, "memory.expert_chunk = 100")],
     "recomputed exchanges of paired slots have one order": [
         ("--memory.recompute=moe@1 --pipeline.pair=true --parallel.tp=2", 2, "pipeline.pair = true"),
         ("--memory.recompute=layer@1-2 --pipeline.pair=true --parallel.cp=2", 2, "parallel.cp = 2"),
+    ],
+    "a whole graph is of one rank": [
+        ("--memory.graphs=whole --parallel.ep=2", 2, "parallel.ep = 2 is in the way"),
+        ("--memory.graphs=whole --parallel.tp=2 --parallel.cp=2", 4, "parallel.tp = 2, parallel.cp = 2 is in the way"),
+        ("--memory.graphs=whole", 2, "data parallelism over 2 ranks"),
+    ],
+    "a whole graph is of bf16 on a GPU": [
+        ("--memory.graphs=whole --train.device=cpu", 1, "train.device = cpu"),
+        ("--memory.graphs=whole --train.precision=fp32", 1, "train.precision = fp32"),
+    ],
+    "a whole graph offloads nothing": [("--memory.graphs=whole --memory.offload=layer", 1, "memory.offload = layer")],
+    "a whole graph has one lane": [("--memory.graphs=whole --pipeline.pair=true", 1, "pipeline.pair = true")],
+    "a whole graph records no routing": [
+        ("--memory.graphs=whole --train.record_routing=a.routing", 1, "train.record_routing = a.routing"),
+    ],
+    "a whole graph finds stored weights in their places": [
+        (
+            "--memory.graphs=whole --precision.storage=fp8 --precision.recipe=fp8_tensor",
+            1,
+            "precision.recipe = fp8_tensor",
+        ),
+        (
+            "--memory.graphs=whole --precision.storage=fp8 --precision.recipe=fp8_block --optim.rule=muon",
+            1,
+            "optim.rule = muon",
+        ),
     ],
     "precision recipes can be read": [
         ("--precision.recipes=*.attention.*", 1, "precision.recipes = *.attention.*: expected a pattern, a colon"),
@@ -73,6 +144,53 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--precision.stochastic=false --precision.recipe=mxfp8", 1, "precision.recipe = mxfp8")
     ],
     "precision.rounding_seed is used": [("--precision.rounding_seed=3", 1, "precision.rounding_seed = 3")],
+    "precision.dispatch is used": [("--precision.dispatch=fp8", 2, "parallel.ep = 1")],
+    "precision.combine_gradient is used": [("--precision.combine_gradient=e5m2", 1, "so no token is sent")],
+    "precision.tp_sums is used": [("--precision.tp_sums=fp8", 1, "there is one tp rank")],
+    "precision.tp_sum_gradients is used": [("--precision.tp_sum_gradients=fp8", 2, "parallel.tp = 1")],
+    "deepep sends bf16": [
+        ("--parallel.dispatcher=deepep --parallel.ep=2 --precision.dispatch=fp8", 2, "precision.dispatch = fp8"),
+        (
+            "--parallel.dispatcher=deepep --parallel.ep=2 --precision.combine_gradient=e4m3",
+            2,
+            "precision.combine_gradient = e4m3",
+        ),
+    ],
+    "invariant runs drop nothing": [
+        ("--kernels.invariant=true --model.moe.capacity.factor=1.5", 1, "model.moe.capacity.factor = 1.5")
+    ],
+    "tokens of invariant runs choose their experts": [
+        (
+            "--kernels.invariant=true --model.moe.router.kind=sinkhorn --model.moe.router.looks_ahead=true",
+            1,
+            "model.moe.router.kind = sinkhorn",
+        ),
+    ],
+    "invariant runs route by scores alone": [
+        ("--kernels.invariant=true --model.moe.router.jitter=0.1", 1, "model.moe.router.jitter = 0.1"),
+        ("--kernels.invariant=true --model.moe.router.force_balance=true", 1, "force_balance = true"),
+    ],
+    "products of invariant runs are plain": [
+        ("--kernels.invariant=true --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
+    ],
+    "invariant runs sum a token's results in one order": [
+        ("--kernels.invariant=true --parallel.dispatcher=dedup --parallel.ep=2", 2, "parallel.dispatcher = dedup"),
+    ],
+    "sequences of invariant runs are whole": [("--kernels.invariant=true --parallel.cp=2", 2, "parallel.cp = 2")],
+    "invariant runs are launched by the host": [
+        ("--kernels.invariant=true --memory.graphs=whole", 1, "memory.graphs = whole"),
+    ],
+    "invariant runs choose their kernels": [
+        ("--kernels.invariant=true --kernels.force=attention=reference", 1, "kernels.force = attention=reference"),
+    ],
+    "precision.loss_scale is used": [("--precision.loss_scale=1024", 1, "only fp16 has a loss scale")],
+    "precision.loss_scale_growth is used": [
+        ("--precision.loss_scale_growth=5 --train.precision=bf16", 1, "train.precision = bf16")
+    ],
+    "fp16 products are plain": [
+        ("--train.precision=fp16 --precision.recipe=fp8_block", 1, "train.precision = fp16"),
+        ("--train.precision=fp16 --precision.recipes=*.experts.*:mxfp8", 1, "quantised products read and write bf16"),
+    ],
     "precision.storage is used": [("--precision.storage=fp8", 1, "precision.storage = fp8")],
     "FP8 storage has one set of bytes for both layouts": [
         ("--precision.storage=fp8 --precision.recipe=fp8_row", 1, "but fp8_row quantises each layout"),
@@ -294,6 +412,17 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
             1,
             "model.moe.router.score = softmax_chosen",
         ),
+    ],
+    "a whole graph updates all weights at its end": [
+        ("--memory.graphs=whole --train.device=cuda --shard.mode=zero3", 1, "shard.mode = zero3"),
+        ("--memory.graphs=whole --train.device=cuda --optim.clip_by=previous", 1, "optim.clip_by = previous"),
+    ],
+    "updates in backward are never skipped": [
+        ("--optim.when=backward --optim.clip_by=unit --train.precision=fp16", 1, "train.precision = fp16"),
+    ],
+    "fully sharded units are updated after backward": [
+        ("--shard.mode=zero3 --optim.when=backward --optim.clip_by=previous", 2, "optim.when = backward"),
+        ("--shard.mode=zero3 --optim.clip_by=unit", 2, "optim.clip_by = unit"),
     ],
     "a shared gate has shared experts": [("--model.moe.shared_gate=true", 1, "model.moe.shared_ffn = 0")],
     "further tokens lie within the sequence": [

@@ -15,9 +15,9 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.facts import Facts
 from moefold.kernels.norm.rope import RopeAngles, rope
+from moefold.model.attention.attention_base import Rotary
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.rope_tables import rotary_tables
-from moefold.model.attention.rotary import Rotary
 from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype
 from tests.support.models import NormedAttention, attend, choices, share

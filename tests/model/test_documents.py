@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from moefold.data.loader import Batch, BatchLoader
+from moefold.data.sequences import RowSequences
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import Axis, single_rank_world
@@ -64,7 +65,8 @@ def packed() -> Batch:
     tokens = np.random.default_rng(3).integers(VOCAB, size=sum(DOCUMENTS) + 1)
     starts = np.cumsum([0, *DOCUMENTS[:-1]])
     count = sum(DOCUMENTS) // LENGTH
-    return BatchLoader(tokens, LENGTH, count, 1, Axis("dp", (0,), 0), torch.device("cpu"), starts).next_batch()
+    sequences = RowSequences(tokens, LENGTH, 1, starts)
+    return BatchLoader(sequences, count, Axis("dp", (0,), 0), torch.device("cpu")).next_batch()
 
 
 def each_alone(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -70,7 +70,7 @@ def test_more_experts_leave_the_first_ones_as_they_were():
 def test_the_order_of_filling_does_not_matter():
     forwards, backwards = make(), make(fill_it=False)
     torch.manual_seed(99)  # nor does the global generator
-    for name, parameter, view in reversed(list(parameter_slices(backwards))):
+    for name, parameter, view in reversed(list(parameter_slices(declared_parameters(backwards)))):
         fill_parameter_slice(name, parameter, view, seed=1)
     one, two = values(forwards), values(backwards)
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -91,7 +91,8 @@ def test_another_precision_holds_the_same_values_rounded(dtype: torch.dtype):
 
 
 def test_every_random_matrix_and_every_expert_is_drawn_by_itself():
-    drawn = {name: view.flatten() for name, p, view in parameter_slices(make()) if p.declaration.std}
+    slices = parameter_slices(declared_parameters(make()))
+    drawn = {name: view.flatten() for name, p, view in slices if p.declaration.std}
     assert sum("experts" in name for name in drawn) == 2 * 2 * 4, "of a block and of the layer that looks ahead"
     for (one, a), (two, b) in itertools.combinations(drawn.items(), 2):
         a, b = a[: min(len(a), len(b))], b[: min(len(a), len(b))]

@@ -12,9 +12,9 @@ import torch
 from moefold.anatomy.step_specs import StepSpec
 from moefold.config.run import PipelineConfig
 from moefold.layout.axes import single_rank_world
-from moefold.layout.rerun import inside_recompute, rerun_key
+from moefold.layout.rerun import rerun_key
 from moefold.model import step_borders
-from moefold.model.steps import Around, Carry, PassKey, PassKind, Step, rerun_step
+from moefold.model.steps import Around, Carry, PassKey, PassKind, Step, inside_recompute, rerun_step
 from moefold.pipeline.passage import Passage
 from moefold.pipeline.segments import one_segment, segments_for_pairing
 from moefold.presets.zoo import PRESETS

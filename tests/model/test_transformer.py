@@ -233,7 +233,8 @@ def largest_tensor(implementation: str, tokens: int, width: int, words: int) -> 
 
 def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch):
     tokens, width, words = 100, 8, 200
-    monkeypatch.setattr(cross_entropy_file, "CHUNK_LOGITS", 7 * words)
+    chunks = cross_entropy_file.PLAIN_CHUNKS._replace(logits=7 * words)
+    monkeypatch.setattr(cross_entropy_file, "PLAIN_CHUNKS", chunks)
     assert largest_tensor("chunked", tokens, width, words) == max(7 * words, words * width)
     assert largest_tensor("reference", tokens, width, words) >= tokens * words, "the measure sees them where they are"
 
@@ -244,7 +245,8 @@ def test_the_size_of_a_chunk_does_not_change_the_loss_or_the_gradients(chunk: in
     x, w = (torch.randn(n, 16, generator=generator, dtype=torch.float64).requires_grad_() for n in (32, 48))
     labels = torch.randint(48, (32,), generator=generator)
     labels[::5] = -100
-    monkeypatch.setattr(cross_entropy_file, "CHUNK_LOGITS", chunk)
+    chunks = cross_entropy_file.PLAIN_CHUNKS._replace(logits=chunk)
+    monkeypatch.setattr(cross_entropy_file, "PLAIN_CHUNKS", chunks)
     mine, plain = (OPS["cross_entropy"].implementations[name](x, w, labels) for name in ("chunked", "reference"))
     torch.testing.assert_close(mine, plain, rtol=1e-13, atol=0)
     for a, b in zip(torch.autograd.grad(3 * mine, (x, w)), torch.autograd.grad(3 * plain, (x, w)), strict=True):

@@ -54,6 +54,7 @@ def test_a_device_is_idle_only_where_no_stream_works():
     works = [kernel("a", 0, 2), kernel("b", 1, 3, lane="stream 8"), kernel("c", 5, 6, "route"), kernel("d", 6.5, 7)]
     profile = StepProfile(0, 7, "cuda", works)
     assert profile.busy_seconds == pytest.approx(4.5)
+    assert profile.launch_overhead == pytest.approx(2.5 / 7)
     assert [(gap.seconds, gap.before.name) for gap in profile.idle_gaps()] == [(2, "route"), (0.5, "attend")]
 
 

@@ -14,15 +14,33 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from moefold.kernels.attention import backward_hopper, backward_hopper_launch
-from moefold.kernels.experts import grouped_gemm_hopper, grouped_gemm_launch
+from moefold.kernels.experts import (
+    grouped_gemm_fp8_hopper,
+    grouped_gemm_fp8_launch,
+    grouped_gemm_hopper,
+    grouped_gemm_launch,
+    swiglu_tiles_hopper,
+    swiglu_tiles_launch,
+)
+from moefold.kernels.quantise.fp8 import E4M3
 
 HOPPER = GPUTarget("cuda", 90, 32)
-BF16, FP32, INT32 = "*bf16", "*fp32", "*i32"
+BF16, FP8, FP32, INT32 = "*bf16", "*fp8e4nv", "*fp32", "*i32"
 
 
 def tensor_descriptor(*shape: int) -> str:
     layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
     return f"tensordesc<bf16{list(shape)},{layout!r}>"
+
+
+def fp8_descriptor(*shape: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.float8e4nv)
+    return f"tensordesc<fp8e4nv{list(shape)},{layout!r}>"
+
+
+def scale_descriptor(columns: int) -> str:
+    shape = [1, columns]
+    return f"tensordesc<fp32{shape},{grouped_gemm_fp8_launch.SCALE_ROWS!r}>"
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> str:
@@ -72,9 +90,71 @@ def expert_kernels() -> Iterator[tuple[str, str]]:
         yield f"expert GEMM {kind} {epilogue}", ptx
 
 
+FP8_GEMM_TYPES = dict.fromkeys(("tiles_M4", "count", "ends_E", "first_tile_E"), INT32)
+FP8_GEMM_TYPES |= {"sa_ptr": FP32, "sb_ptr": FP32, "sa_desc": scale_descriptor(128), "sb_desc": scale_descriptor(256)}
+FP8_GEMM_TYPES |= {"out_desc": tensor_descriptor(1, 64, 64), "out_ptr": BF16, "side_ptr": BF16, "side_scales": FP32}
+FP8_GEMM_TYPES |= {"h_ptr": BF16, "h_scales": FP32, "weight_R": FP32, "dots_nP": FP32}
+FP8_SIDE = ("side_ptr", "side_scales", "h_ptr", "h_scales", "weight_R", "dots_nP")
+NO_OUT = ("out_desc", "out_ptr", "dots_nP")
+FP8_GEMMS = [  # kind, epilogue, sums, a wide scale of b, arguments that are absent, types that differ
+    ("rows", "plain", "block", "column", FP8_SIDE, {}),
+    ("rows", "plain", "fast", "expert", FP8_SIDE, {}),
+    ("rows", "plain", "promoted", "column", FP8_SIDE, {}),
+    ("rows", "swiglu", "block", "column", NO_OUT, {"h_ptr": FP8, "side_ptr": FP8}),
+    ("rows", "swiglu", "block", "column", (*NO_OUT, "h_scales"), {"side_ptr": FP8}),
+    ("rows", "swiglu", "fast", "column", (*NO_OUT, "side_scales"), {"h_ptr": FP8}),
+    ("rows", "dswiglu", "fast", "column", ("out_desc", "side_scales"), {"h_ptr": FP8}),
+    ("rows", "dswiglu", "promoted", "expert", ("out_desc", "side_scales", "h_scales"), {}),
+    ("experts", "plain", "block", "expert", FP8_SIDE, {}),
+    ("experts", "add", "block", "expert", ("out_desc", *FP8_SIDE), {"out_ptr": FP32}),
+    ("experts", "add", "fast", "column", ("out_desc", *FP8_SIDE), {"out_ptr": FP32}),
+]
+
+
+def fp8_expert_kernels() -> Iterator[tuple[str, str]]:
+    for kind, epilogue, sums, wide_b, absent, differing in FP8_GEMMS:
+        consumer_regs, other_regs = grouped_gemm_fp8_launch.registers_of_warps(epilogue, sums)
+        by_block = sums == "block"
+        constants: dict[str, Any] = {"KIND": kind, "END": epilogue, "SCALES": "block" if by_block else "wide"}
+        constants |= {"PROMOTE": sums != "fast", "WIDE_B": wide_b, "POWER_OF_TWO": False}
+        constants |= {"STAGES": grouped_gemm_fp8_launch.STAGES}
+        constants |= {"CONSUMER_REGS": consumer_regs, "OTHER_REGS": other_regs}
+        constants |= dict.fromkeys(absent)
+        if not by_block:
+            constants |= {"sa_desc": None, "sb_desc": None}
+        elif kind == "rows":
+            constants |= {"sb_desc": None}
+        weights = (2, 128, 128) if epilogue == "swiglu" else (256, 128)
+        types = FP8_GEMM_TYPES | {"a_desc": fp8_descriptor(64, 128), "b_desc": fp8_descriptor(*weights)}
+        if kind == "experts":
+            types |= {"a_desc": fp8_descriptor(1, 64, 128), "b_desc": fp8_descriptor(1, 256, 128)}
+        kernel = grouped_gemm_fp8_hopper.expert_gemm_fp8
+        ptx = compile_for_hopper(kernel, types | differing, constants, {"num_warps": 4})
+        yield f"FP8 expert GEMM {kind} {epilogue}, sums {sums}, scale of {wide_b}, {len(absent)} absent", ptx
+
+
+TILE_TYPES = {"da_RF": BF16, "h_PN": BF16, "weight_R": FP32, "tiles_M4": INT32, "dh_rows_PN": FP8, "dots_BR": FP32}
+TILE_TYPES |= {"dh_copy": BF16, "a_copy": BF16}
+TILE_TYPES |= dict.fromkeys(("h_scales", "row_scales", "dh_copy_scales", "a_copy_scales"), FP32)
+COPY_SCALES = ("dh_copy_scales", "a_copy_scales")
+SWIGLU_TILES = [  # what is kept and read, arguments that are absent, types that differ
+    ("FP8 kept, FP8 weight gradients", (), {"h_PN": FP8, "dh_copy": FP8, "a_copy": FP8}),
+    ("bf16 kept, bf16 weight gradients", ("h_scales", *COPY_SCALES), {}),
+]
+
+
+def swiglu_tile_kernels() -> Iterator[tuple[str, str]]:
+    options = {"num_warps": swiglu_tiles_launch.WARPS, "maxnreg": swiglu_tiles_launch.REGISTERS}
+    for about, absent, types in SWIGLU_TILES:
+        constants: dict[str, Any] = {"LARGEST": E4M3.largest, "A_LARGEST": E4M3.largest, "POWER_OF_TWO": False}
+        constants |= dict.fromkeys(absent)
+        kernel = swiglu_tiles_hopper.quantise_gradient_kernel
+        yield f"SwiGLU's gradient, {about}", compile_for_hopper(kernel, TILE_TYPES | types, constants, options)
+
+
 def main() -> None:
     attention = [attention_kernels(width, causal) for width in (64, 128) for causal in (True, False)]
-    for kernels in (*attention, expert_kernels()):
+    for kernels in (*attention, expert_kernels(), fp8_expert_kernels(), swiglu_tile_kernels()):
         for name, ptx in kernels:
             products = ptx.count("wgmma.mma_async")
             print(f"{name}: {products} wgmma instructions")

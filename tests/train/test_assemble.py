@@ -10,6 +10,7 @@ import torch
 from moefold.config.errors import UserError
 from moefold.config.read import config_as_yaml
 from moefold.config.run import ParallelConfig
+from moefold.layout.agreement import comparable_settings
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.observe.printer import print_nothing
 from moefold.presets.zoo import PRESETS
@@ -26,7 +27,7 @@ def started_differently(world: World) -> str:
     if world.rank == 2:
         config = replace(config, optim=replace(config.optim, lr=0.5))
     try:
-        require_agreement(config, world)
+        require_agreement(comparable_settings(config), world)
     except UserError as refused:
         return str(refused)
     return "agreed"
@@ -38,12 +39,12 @@ def test_a_rank_with_another_setting_is_refused_on_every_rank_by_key_and_rank():
 
 
 def started_with_other_code(world: World) -> str:
-    import moefold.train.assemble as module
+    import moefold.layout.agreement as module
 
     if world.rank == 1:
         module.source_digest = lambda: "another"
     try:
-        require_agreement(PRESETS["tiny"](), world)
+        require_agreement(module.code_versions(), world)
     except UserError as refused:
         return str(refused)
     return "agreed"

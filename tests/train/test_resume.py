@@ -28,6 +28,7 @@ from moefold.config.run import (
     ParallelConfig,
     PipelineConfig,
     RouterConfig,
+    ShardConfig,
     TrainConfig,
 )
 from moefold.layout.axes import World, create_world
@@ -105,7 +106,8 @@ def wander(world: World, folder: str, layouts: list[Config], way: list[int]) -> 
     that follow from those of the first, and the tensors that are not exactly what the first had."""
     runs: list[Run] = []
     for number, config in enumerate(layouts):
-        here = create_world(world.rank, world.size, world.device, config.parallel)
+        replicas = config.shard.replicas
+        here = create_world(world.rank, world.size, world.device, config.parallel, replicas=replicas)
         runs.append(assemble_run(config, here, Path(folder) / str(number), corpus=random_corpus(config)))
     savers = [make_background_saver(run, str) for run in runs]
     first = runs[way[0]]
@@ -158,6 +160,31 @@ def test_muon_groups_and_frozen_parameters_are_taken_up_by_another_layout(tmp_pa
     for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 3, 0])[0]:
         assert not wrong
         assert worst <= 1e-9
+
+
+SHARDINGS = [
+    (ShardConfig("zero3"), ParallelConfig(ep=2)),
+    (ShardConfig(), ParallelConfig(tp=2)),
+    (ShardConfig("zero3", 2), ParallelConfig(etp=2)),
+    (ShardConfig("zero3"), ParallelConfig(pp=2)),
+    (ShardConfig("zero1", 2), ParallelConfig(cp=2)),
+]
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_any_sharding_takes_up_what_another_saved(rule: str, tmp_path: Path):
+    start = replace(START, optim=replace(START.optim, rule=rule), train=replace(START.train, precision="fp64"))
+    layouts = [replace(start, shard=shard, parallel=parallel) for shard, parallel in SHARDINGS]
+    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 3, 4, 0])[0]:
+        assert not wrong
+        assert worst <= 1e-9
+
+
+def test_split_bf16_weights_are_taken_up_by_another_sharding(tmp_path: Path):
+    start = replace(START, optim=replace(START.optim, main="split"), train=replace(START.train, precision="bf16"))
+    layouts = [replace(start, shard=shard, parallel=parallel) for shard, parallel in SHARDINGS[:2]]
+    for _, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 0])[0]:
+        assert not wrong
 
 
 def test_the_layouts_of_that_way_use_every_axis():

@@ -11,7 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from moefold.checkpoint.format.retention import RetentionPolicy
+from moefold.checkpoint.live.save import save_checkpoint
+from moefold.layout.axes import single_rank_world
+from moefold.train.last_sound import describe_last_sound
 from tests.support.runs import SMALL, command, corpus, metrics, numbers, start
 
 
@@ -90,7 +95,7 @@ def test_killed_at_a_random_moment_and_resumed_is_bit_identical_ten_times_of_ten
         assert digest(tmp_path / name) == digest(whole), f"attempt {attempt}, killed after step {target}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_happened(tmp_path: Path, number: int):
     steps = ["--train.steps", "40", "--checkpoint.every", "1000", "--observe.router_every", "3"]
     assert command(small_run(tmp_path, "whole", *steps), tmp_path / "log")[0] == 0
@@ -101,7 +106,7 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_hap
     os.kill(process.pid, number)
     process.join(60)
     said = (tmp_path / "log").read_text()
-    assert process.exitcode == 0, said
+    assert process.exitcode == 128 + number, said
     assert "saved at step" in said
     assert "--resume auto" in said
     assert 5 <= metrics(tmp_path / "a")[-1]["step"] < 40
@@ -203,6 +208,20 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_reaches_the_weights(tm
     assert "the weights were not touched" in output
     assert "Traceback" not in output
     assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "a")[1:])
+    assert "there is no checkpoint in" in output or "was verified and is sound" in output
+
+
+def test_a_checkpoint_that_holds_nan_is_not_called_sound(tmp_path: Path):
+    world = single_rank_world()
+    for step, value in ((1, 1.0), (2, float("nan")), (3, float("inf"))):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = {"model.w": torch.full((3, 5), 2.0).to(dtype), "model.x": torch.tensor([0.5, value]).to(dtype)}
+            save_checkpoint(tmp_path / str(dtype), step, tensors, {"step": step}, RetentionPolicy(9), world)
+    for folder in tmp_path.iterdir():
+        text = describe_last_sound(folder)
+        assert 'step-00000003 holds NaN or infinities in "model.x"' in text
+        assert 'step-00000002 holds NaN or infinities in "model.x"' in text
+        assert f"{folder / 'step-00000001'} was verified and is sound: continue with --resume {folder}" in text
 
 
 def test_training_in_bf16_on_a_cpu_learns(tmp_path: Path):

@@ -133,3 +133,22 @@ def test_a_run_saves_there_and_resumes_from_there(tmp_path: Path):
     assert code == 0, output
     assert f"resumed from {where}/step-00000004 at step 4" in output
     assert newest_checkpoint(parse_storage_path(where)).name == "step-00000005"
+
+
+def test_a_link_among_checkpoints_is_left_alone_and_denies_none_that_is_written(tmp_path: Path):
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere" / "step-00000001"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "kept").write_text("by another run")
+    run.mkdir()
+    (run / "step-00000001").symlink_to(elsewhere)
+    for step in (2, 3, 4):
+        put(run, step, RetentionPolicy(1))
+    assert sorted(path.name for path in run.iterdir()) == ["latest", "step-00000001", "step-00000004"]
+    assert (elsewhere / "kept").exists()
+
+
+def test_what_stands_in_the_place_of_the_latest_link_denies_no_checkpoint(tmp_path: Path):
+    for name in ("latest", "latest.tmp"):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    assert (Path(str(put(tmp_path, 2))) / "manifest.json").exists()

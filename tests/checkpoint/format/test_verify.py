@@ -192,6 +192,23 @@ def reseal(path: Path, *names: str) -> None:
     rewrite_manifest(path, renew)
 
 
+@pytest.mark.parametrize("size", [float("inf"), -float("inf"), float("nan"), 1e400, "1e999", None, [], 10**400])
+def test_a_resealed_manifest_with_an_impossible_size_is_damaged(size: Any, folder: Path):
+    path = folder / "step-00000002"
+    rewrite_manifest(path, lambda content: content["files"]["rank-00000.safetensors"].update(bytes=size))
+    with pytest.raises(DamagedCheckpoint):
+        verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udfffb", "\x1b[2J", "a\nb"])
+def test_a_resealed_manifest_with_a_name_that_no_terminal_shows_is_damaged_and_printable(name: str, folder: Path):
+    path = folder / "step-00000002"
+    rewrite_manifest(path, lambda content: content["files"].update({name: {"bytes": 1, "sha256": "0"}}))
+    with pytest.raises(DamagedCheckpoint) as damage:
+        verify_checkpoint(path)
+    assert str(damage.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["../x", "../../x", "a/../../x", "/etc/passwd", "..", ".", "", "x\0y", "sub/x"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, folder: Path):
     path = folder / "step-00000002"

@@ -22,8 +22,9 @@ from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.executor import Executor
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
-from moefold.train.assemble import build_model, choose_kernels, pipeline_shared_weights
+from moefold.train.assemble import build_model, choose_kernels
 from moefold.train.from_hf import from_hf
+from moefold.train.share_out import pipeline_shared_weights
 from tests.support.hf_models import CASES, make, save, tokens
 from tests.support.ranks import run_ranks
 

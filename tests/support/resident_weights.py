@@ -1,0 +1,103 @@
+"""The bytes of weights that a rank holds, counted by the memory that parameters and shares lie in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+from torch import Tensor
+
+from moefold.config.run import Config
+from moefold.data.corpus import Corpus
+from moefold.layout.axes import World
+from moefold.layout.held_share import held_share_of
+from moefold.model.steps import PassKey, PassKind, Step
+from moefold.model.transformer import Transformer
+from moefold.shard import buckets as buckets_module
+from moefold.shard.buckets import Bucket
+from moefold.shard.storage import ShardedWeights
+from moefold.train import assemble
+from moefold.train.assemble import Run, assemble_run
+from moefold.train.share_out import WeightFiller
+
+
+@dataclass
+class ResidentWeights:
+    """An observer of steps. Bytes: `at_start` the most while the run is assembled, `in_steps` the most around a step,
+    `shares` what is held for good, `units` those of each unit whole."""
+
+    model: Transformer | None = None
+    at_start: int = 0
+    in_steps: int = 0
+    shares: int = 0
+    units: dict[str, int] = field(default_factory=dict)
+
+    def count(self) -> int:
+        assert self.model is not None
+        memory: dict[int, int] = {}
+        for parameter in self.model.parameters():
+            share = held_share_of(parameter)
+            held: list[Tensor] = [parameter] if share is None else [parameter, share.values]
+            for tensor in held:
+                storage = tensor.untyped_storage()
+                memory[storage._cdata] = storage.nbytes()
+        return sum(memory.values())
+
+    def count_at_start(self) -> None:
+        self.at_start = max(self.at_start, self.count())
+
+    def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        self.in_steps = max(self.in_steps, self.count())
+
+    after = before
+
+    def note_units(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            storage = bucket.storage
+            if isinstance(storage, ShardedWeights):
+                self.units[bucket.unit] = self.units.get(bucket.unit, 0) + bucket.weights.nbytes
+            self.shares += storage.weight_bytes()
+
+    def forget_model(self) -> None:
+        """So that the figures can be sent to another process."""
+        self.model = None
+
+    def excess(self, config: Config) -> str:
+        """What is held beyond the shares and the two largest units; with paired slots, the four largest."""
+        if config.shard.mode == "zero1":
+            return ""
+        most = 4 if config.pipeline.pair else 2
+        largest = sorted(self.units.values())[-most:]
+        allowed = self.shares + sum(largest)
+        if self.at_start <= allowed and self.in_steps <= allowed:
+            return ""
+        return f"{self.at_start} bytes at the start and {self.in_steps} in steps; {allowed} are allowed"
+
+
+def assemble_watched_run(
+    config: Config, world: World, corpus: Corpus, fill: WeightFiller | None = None
+) -> tuple[Run, ResidentWeights]:
+    """A run, and the weights that it held while it was assembled: counted before each bucket frees its weights, and
+    when `fill` has filled them."""
+    weights = ResidentWeights()
+    keep_share_alone = buckets_module.keep_share_alone
+    build_model = assemble.build_model
+
+    def build_and_watch(*args: object) -> Transformer:
+        weights.model = build_model(*args)  # pyright: ignore[reportArgumentType]
+        return weights.model
+
+    def count_and_keep(bucket: Bucket, storage: ShardedWeights) -> None:
+        weights.count_at_start()
+        keep_share_alone(bucket, storage)
+        weights.count_at_start()
+
+    with (
+        mock.patch.object(assemble, "build_model", build_and_watch),
+        mock.patch.object(buckets_module, "keep_share_alone", count_and_keep),
+    ):
+        run = assemble_run(config, world, Path("."), corpus, fill)
+    weights.count_at_start()
+    weights.note_units(run.gradients.buckets)
+    return run, weights
