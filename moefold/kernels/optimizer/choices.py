@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choice, Choices, runs_on_cuda, triton_computes
+from moefold.kernels.choice import Choice, Choices, hopper_bf16_runs, runs_on_cuda, triton_computes
 from moefold.kernels.facts import Facts
 from moefold.kernels.quantise.choices import FP8_NEEDS, fp8_casts_run
 
@@ -52,6 +52,13 @@ CHOICES: Choices = {
             runs_on_cuda,
             "cuda",
             "products of all matrices of one shape at once",
+        ),
+        Choice(
+            "gram",
+            hopper_bf16_runs,
+            "Hopper with Triton, bf16",
+            "half the tiles of symmetric products, two products with the whole matrix; never timed on a card",
+            on_request=True,
         ),
     ),
 }

@@ -106,6 +106,13 @@ def newton_schulz_batched(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -
     return x.mT.contiguous() if is_tall else x
 
 
+@newton_schulz.register_fast("gram")
+def newton_schulz_gram(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+    from moefold.kernels.optimizer import newton_schulz_triton
+
+    return newton_schulz_triton.launch_newton_schulz(x_NRC, coefficients)
+
+
 NEWTON_SCHULZ_SHAPES = [  # matrices, rows, columns: small singular values would make rounding large
     (1, 16, 64),
     (3, 24, 96),
