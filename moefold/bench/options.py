@@ -86,6 +86,17 @@ class StepOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class OptimizerOptions(DeviceOptions):
+    """Time Newton-Schulz beside grouped products, and updates of AdamW with 8-bit moments beside copies."""
+
+    repeat: int = 10
+    """Timed repetitions; the median is shown."""
+
+    def check_values(self) -> None:
+        require_positive("repeat", self.repeat)
+
+
+@dataclass(frozen=True)
 class GraphsOptions(BenchOptions):
     """Time training steps as one CUDA graph, beside eager steps and the time in which the device is busy."""
 

@@ -25,6 +25,7 @@ SUBJECTS = {
     "kernels": BenchSubject(bench_options.KernelsOptions, "every implementation of every operation"),
     "layer": BenchSubject(bench_options.LayerOptions, "MoE layers of known models"),
     "step": BenchSubject(bench_options.StepOptions, "whole training steps of known models"),
+    "optimizer": BenchSubject(bench_options.OptimizerOptions, "Newton-Schulz and updates of AdamW"),
     "graphs": BenchSubject(bench_options.GraphsOptions, "steps as one CUDA graph, eager steps, busy time"),
     "schedules": BenchSubject(bench_options.SchedulesOptions, "pipeline schedules on one device"),
     "attention": BenchSubject(bench_options.AttentionOptions, "attention kernels, and which repeat to the bit"),

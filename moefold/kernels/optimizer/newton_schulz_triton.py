@@ -121,9 +121,9 @@ def symmetric_product_kernel(
     a_NRK, b_NRK, add_NRR, out_NRR, R, K, stride, alpha, beta, diagonal,
     ADDS: constexpr, TILE: constexpr, DEPTH: constexpr,
 ):  # fmt: skip
-    """alpha A B^T + beta ADD + diagonal I, where A B^T is symmetric but for rounding. The result is symmetric to the bit,
-    as the next product needs, which reads B for B^T: tiles above the diagonal are stored twice, those on it are the mean
-    of themselves and their mirror image."""
+    """alpha A B^T + beta ADD + diagonal I, where A B^T is symmetric but for rounding. The next product reads B for B^T,
+    so the result is symmetric to the bit: a tile above the diagonal is stored twice, and a tile on the diagonal becomes
+    the mean of its values and of those mirrored."""
     # place
     tiles = tl.cdiv(R, TILE)
     upper = tiles * (tiles + 1) // 2
@@ -186,7 +186,7 @@ def left_product_kernel(
 
 def launch_newton_schulz(x_NRC: Tensor, coefficients: Steps) -> Tensor:
     result = torch.empty_like(x_NRC)
-    count, rows, columns = x_NRC.shape
+    _, rows, columns = x_NRC.shape
     if result.numel() == 0:
         return result
     short = min(rows, columns)
@@ -267,7 +267,7 @@ def fp16_like(x: Tensor) -> Tensor:
 
 
 def divided_by_norm(x_NRC: Tensor) -> Tensor:
-    count, *sizes = x_NRC.shape
+    count = len(x_NRC)
     elements = x_NRC[0].numel()
     blocks = triton.cdiv(elements, SQUARES)
     sums = torch.empty(count, blocks, dtype=torch.float32, device=x_NRC.device)

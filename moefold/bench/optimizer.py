@@ -1,0 +1,175 @@
+"""`moefold bench optimizer`: Newton-Schulz beside grouped products, and updates of AdamW beside copies.
+
+Newton-Schulz of many matrices of one shape is compared with the time of its plain operations (`newton_schulz_flops`) at
+the rate of the fastest grouped product of that shape. An update of AdamW is compared with a copy by bytes read and
+written. The momentum of Muon, its update and the clipping are not part of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from moefold.bench.clock import Work, median_seconds
+from moefold.bench.machine import cuda_capability, free_device_memory, machine_facts, resolve_device
+from moefold.bench.options import OptimizerOptions
+from moefold.bench.report import (
+    Report,
+    Row,
+    add_number_columns,
+    report_heading,
+    report_table,
+    show_report,
+    tell_progress,
+)
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.choice import hopper_bf16_runs
+from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.facts import Facts
+from moefold.kernels.optimizer.adamw import adamw
+from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
+from moefold.kernels.optimizer.block_moments import block_dtypes, encode_blocks
+from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients, newton_schulz_flops
+
+STEPS = 5
+ADAMW = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
+MOMENTS = ("int8", "fp8")
+CAPTION = """Newton-Schulz: over the time of its plain operations at the rate of the grouped product.
+AdamW, bf16 weights without main weights: bytes a second over those of the copy."""
+Seconds = Callable[[Work], float]
+
+
+class Sizes(NamedTuple):
+    matrices: int
+    rows: int
+    columns: int
+    grouped: int  # matrices of the grouped product
+    elements: int  # of an update, and bytes of a copy
+
+
+SIZES = {
+    "cuda": Sizes(12 * 128 * 3, 768, 2048, 128, 2**30),  # gate, up and down of 128 experts in 12 layers of Qwen3-30B
+    "cpu": Sizes(6, 48, 128, 4, 2**16),
+}
+
+
+def run_benchmark(options: OptimizerOptions) -> int:
+    report = optimizer_report(options)
+    return show_report(report, options.json, print_optimizer_report)
+
+
+def optimizer_report(options: OptimizerOptions) -> Report:
+    device = resolve_device(options.device)
+    seconds = partial(median_seconds, device=device, repeat=options.repeat)
+    sizes = SIZES[device]
+    facts = Facts(device, "bf16", cuda_capability(device))
+    rows = newton_schulz_rows(facts, sizes, seconds)
+    free_device_memory(device)
+    rows += adamw_rows(facts, sizes, seconds)
+    return {**machine_facts(device), "sizes": sizes._asdict(), "results": rows}
+
+
+def runnable(op: str, facts: Facts) -> list[str]:
+    """Fast implementations that may run here, or else the reference."""
+    names = [choice.name for choice in CATALOG[op] if choice.when(facts)]
+    return names or ["reference"]
+
+
+def timed_row(what: str, kernel: str, seconds: float, rate: float, over: float | None) -> Row:
+    return {"what": what, "kernel": kernel, "milliseconds": seconds * 1e3, "tera_per_second": rate / 1e12, "over": over}
+
+
+# ---- Newton-Schulz
+
+
+def newton_schulz_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> list[Row]:
+    rows = list(grouped_product_rows(facts, sizes, seconds))
+    best = max(row["tera_per_second"] for row in rows)
+    x_NRC = random_bf16(facts.device, sizes.matrices, sizes.rows, sizes.columns)
+    coefficients = newton_schulz_coefficients("quintic", STEPS)
+    flops = sizes.matrices * newton_schulz_flops(sizes.rows, sizes.columns, STEPS)
+    for name in runnable("newton_schulz", facts):
+        tell_progress(f"Newton-Schulz, {name}")
+        orthogonalise = newton_schulz.implementations[name]
+        took = seconds(partial(orthogonalise, x_NRC, coefficients))
+        at_best = flops / (best * 1e12)
+        rows.append(timed_row("Newton-Schulz", name, took, flops / took, took / at_best))
+    return rows
+
+
+def grouped_product_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> Iterator[Row]:
+    """X W^T of as many rows as a matrix has, for each matrix W."""
+    tell_progress("grouped products")
+    w_END = random_bf16(facts.device, sizes.grouped, sizes.rows, sizes.columns)
+    x_RD = random_bf16(facts.device, sizes.grouped * sizes.rows, sizes.columns)
+    ends_E = torch.arange(1, sizes.grouped + 1, dtype=torch.int32, device=facts.device) * sizes.rows
+    flops = 2 * x_RD.numel() * sizes.rows
+    for name in runnable("grouped_gemm", facts):
+        took = seconds(partial(grouped_gemm.implementations[name], x_RD, w_END, ends_E))
+        yield timed_row("grouped product", name, took, flops / took, None)
+    if hopper_bf16_runs(facts):
+        took = seconds(expert_product(x_RD, w_END, ends_E))
+        yield timed_row("grouped product", "of the expert kernel", took, flops / took, None)
+
+
+def expert_product(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Work:
+    from moefold.kernels.experts import grouped_gemm_launch as launch
+
+    plan = launch.RowTilePlan.of(ends_E, len(x_RD))
+    return partial(launch.down_projection, x_RD, w_END, plan)
+
+
+# ---- AdamW
+
+
+def adamw_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> Iterator[Row]:
+    tell_progress("updates of AdamW")
+    source = torch.ones(sizes.elements, dtype=torch.uint8, device=facts.device)
+    target = torch.empty_like(source)
+    took = seconds(partial(target.copy_, source))
+    copied = 2 * sizes.elements / took
+    yield timed_row("copy", "torch", took, copied, None)
+    for moments in MOMENTS:
+        for name in runnable("adamw", replace(facts, moments=moments, main="none")):
+            update, moved, kept = adamw_update(name, moments, sizes.elements, facts.device)
+            took = seconds(update)
+            rate = moved / took
+            row = timed_row(f"AdamW, {moments} moments", name, took, rate, rate / copied)
+            yield {**row, "bytes_per_parameter": kept / sizes.elements}
+
+
+def adamw_update(kernel: str, moments: str, n: int, device: str) -> tuple[Work, int, int]:
+    """An update of n bf16 weights, the bytes that it reads and writes, and those kept from step to step."""
+    weights = random_bf16(device, n)
+    gradient = random_bf16(device, n)
+    dtypes = block_dtypes(moments)
+    assert dtypes is not None, f"{moments} has no blocks"
+    mean = encode_blocks(gradient, dtypes[0], is_second=False)
+    square = encode_blocks(gradient.square(), dtypes[1], is_second=True)
+    scale = torch.ones((), dtype=torch.float64, device=device)
+    scalars = torch.tensor(adamw_scalars(3, 1e-4, ADAMW), dtype=torch.float64, device=device)
+    state = (weights, gradient, mean.codes, square.codes, None, scale, scalars, ADAMW, 0, mean.scales, square.scales)
+    kept = sum(x.nbytes for x in (weights, *mean, *square))
+    return partial(adamw.implementations[kernel], *state), 2 * kept + gradient.nbytes, kept
+
+
+def random_bf16(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def print_optimizer_report(report: Report) -> None:
+    sizes = Sizes(**report["sizes"])
+    title = f"{report_heading(report)}: {sizes.matrices} matrices of {sizes.rows} x {sizes.columns}, {STEPS} steps"
+    table = report_table(title, "what", "kernel", caption=CAPTION)
+    add_number_columns(table, "ms", "TF/s, TB/s", "over", "bytes a parameter")
+    for row in report["results"]:
+        numbers = [row["over"], row.get("bytes_per_parameter")]
+        texts = ["" if number is None else f"{number:.2f}" for number in numbers]
+        table.add_row(row["what"], row["kernel"], f"{row['milliseconds']:.2f}", f"{row['tera_per_second']:.4g}", *texts)
+    Console().print(table)
