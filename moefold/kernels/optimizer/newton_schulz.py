@@ -110,7 +110,7 @@ def newton_schulz_batched(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -
 def newton_schulz_gram(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
     from moefold.kernels.optimizer import newton_schulz_triton
 
-    return newton_schulz_triton.launch_newton_schulz(x_NRC, coefficients)
+    return newton_schulz_triton.launch_newton_schulz(x_NRC, coefficients, LEAST_NORM)
 
 
 NEWTON_SCHULZ_SHAPES = [  # matrices, rows, columns: small singular values would make rounding large

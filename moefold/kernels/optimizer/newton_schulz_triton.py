@@ -26,7 +26,6 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefold.kernels.optimizer.newton_schulz import LEAST_NORM, Coefficients
 from moefold.kernels.tile_triton import (
     fp32_zeros,
     load_as_fp32,
@@ -51,7 +50,8 @@ RESTART = 2
 STEPS_PER_GRAM = 3  # after the first restart
 GRAM_ELEMENTS = 2**28  # of all G that are worked on at a time
 
-Steps = Sequence[Coefficients]
+Step = tuple[float, float, float]  # a, b, c
+Steps = Sequence[Step]
 
 
 # ---- division by the norm
@@ -184,7 +184,8 @@ def left_product_kernel(
 # ---- launches
 
 
-def launch_newton_schulz(x_NRC: Tensor, coefficients: Steps) -> Tensor:
+def launch_newton_schulz(x_NRC: Tensor, coefficients: Steps, least_norm: float) -> Tensor:
+    """`least_norm`: matrices of a smaller norm are not scaled up to one."""
     result = torch.empty_like(x_NRC)
     _, rows, columns = x_NRC.shape
     if result.numel() == 0:
@@ -192,7 +193,8 @@ def launch_newton_schulz(x_NRC: Tensor, coefficients: Steps) -> Tensor:
     short = min(rows, columns)
     together = max(1, GRAM_ELEMENTS // short**2)
     for x, out in zip(x_NRC.split(together), result.split(together), strict=True):
-        orthogonalise(x.contiguous(), wide_view(out), coefficients)
+        divided = divided_by_norm(x.contiguous(), least_norm)
+        orthogonalise(divided, wide_view(out), coefficients)
     return result
 
 
@@ -202,9 +204,8 @@ def wide_view(x_NRC: Tensor) -> Tensor:
     return x_NRC.mT if rows > columns else x_NRC
 
 
-def orthogonalise(x_NRC: Tensor, out_NRC: Tensor, coefficients: Steps) -> None:
-    """All steps on contiguous matrices, into `out_NRC`, which has at least as many columns as rows."""
-    x = divided_by_norm(x_NRC)
+def orthogonalise(x: Tensor, out_NRC: Tensor, coefficients: Steps) -> None:
+    """All steps on matrices of norm one that have at least as many columns as rows, into `out_NRC`."""
     *earlier, last = steps_by_gram(coefficients)
     for steps in earlier:
         q = product_of_steps(x, steps)
@@ -238,7 +239,7 @@ def product_of_steps(x: Tensor, steps: Steps) -> Tensor:
     return product
 
 
-def step_factor(gram: Tensor, step: Coefficients) -> Tensor:
+def step_factor(gram: Tensor, step: Step) -> Tensor:
     """P of a step."""
     a, b, c = step
     out = fp16_like(gram)
@@ -266,7 +267,7 @@ def fp16_like(x: Tensor) -> Tensor:
     return fp16_matrices(count, rows, columns, x.device)
 
 
-def divided_by_norm(x_NRC: Tensor) -> Tensor:
+def divided_by_norm(x_NRC: Tensor, least_norm: float) -> Tensor:
     count = len(x_NRC)
     elements = x_NRC[0].numel()
     blocks = triton.cdiv(elements, SQUARES)
@@ -277,11 +278,11 @@ def divided_by_norm(x_NRC: Tensor) -> Tensor:
     _, rows, columns = x.shape
     grid = (triton.cdiv(columns, STRIPE), triton.cdiv(rows, STRIPE), count)
     _, *strides = x.stride()
-    divide_kernel[grid](x, sums, out, rows, columns, blocks, *strides, out.stride(1), LEAST_NORM, STRIPE)
+    divide_kernel[grid](x, sums, out, rows, columns, blocks, *strides, out.stride(1), least_norm, STRIPE)
     return out
 
 
-def launch_symmetric(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None, factors: Coefficients) -> None:
+def launch_symmetric(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None, factors: Step) -> None:
     """The product's factor, that of `add`, and what is added on the diagonal."""
     count, rows, depth = a.shape
     tiles = triton.cdiv(rows, TILE)

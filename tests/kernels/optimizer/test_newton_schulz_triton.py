@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.optimizer import newton_schulz_triton
-from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients
+from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients, newton_schulz_gram
 from tests.support.compiled import output_of_compiler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,17 +39,17 @@ def test_results_are_nearer_to_exact_numbers_than_those_of_bf16_steps(x: torch.T
     coefficients = newton_schulz_coefficients(name, 5)
     exact = newton_schulz(x[None].double(), coefficients)
     in_bf16 = error(newton_schulz(x[None], coefficients), exact)
-    found = error(newton_schulz_triton.launch_newton_schulz(x[None], coefficients), exact)
+    found = error(newton_schulz_gram(x[None], coefficients), exact)
     assert found < in_bf16, f"{found:.4f}, bf16 steps {in_bf16:.4f}"
 
 
 def test_a_matrix_does_not_depend_on_the_matrices_beside_it_nor_on_how_many_are_worked_on_together(monkeypatch):
     x = gaussian(3, 16, 40)
-    together = newton_schulz_triton.launch_newton_schulz(x, POLAR)
-    alone = newton_schulz_triton.launch_newton_schulz(x[1:2], POLAR)
+    together = newton_schulz_gram(x, POLAR)
+    alone = newton_schulz_gram(x[1:2], POLAR)
     assert torch.equal(together[1:2], alone)
     monkeypatch.setattr(newton_schulz_triton, "GRAM_ELEMENTS", 2 * 16**2)
-    in_parts = newton_schulz_triton.launch_newton_schulz(x, POLAR)
+    in_parts = newton_schulz_gram(x, POLAR)
     assert torch.equal(in_parts, together)
 
 
@@ -66,8 +66,8 @@ def test_a_symmetric_product_of_several_tiles_is_symmetric_to_the_bit_and_right(
 
 def test_zeros_stay_zeros_and_no_matrix_is_no_result():
     zeros = torch.zeros(1, 3, 4, dtype=torch.bfloat16, device=DEVICE)
-    assert newton_schulz_triton.launch_newton_schulz(zeros, POLAR).eq(0).all()
-    assert newton_schulz_triton.launch_newton_schulz(zeros[:0], POLAR).shape == (0, 3, 4)
+    assert newton_schulz_gram(zeros, POLAR).eq(0).all()
+    assert newton_schulz_gram(zeros[:0], POLAR).shape == (0, 3, 4)
 
 
 @pytest.mark.parametrize(("steps", "parts"), [(1, [1]), (2, [2]), (5, [2, 3]), (8, [2, 3, 3]), (9, [2, 3, 3, 1])])
