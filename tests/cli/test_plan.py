@@ -161,6 +161,7 @@ def test_a_gpu_of_ones_own(tmp_path: Path, planned: Any):
     assert mine["step_s"] < h100["step_s"]
 
 
+@pytest.mark.alone
 def test_it_starts_at_once_and_without_torch():
     """Half a second on a quiet machine; what counts here is this process's own time, and that torch stays out."""
     code = (

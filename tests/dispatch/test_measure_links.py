@@ -118,6 +118,7 @@ def seconds_to_measure(world: World) -> float:
     return time.perf_counter() - begun
 
 
+@pytest.mark.alone
 def test_links_of_one_node_are_measured_in_less_than_a_second():
     assert max(run_ranks(seconds_to_measure, 2, ep=2)) < 1
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.launched import Launcher, has_steps, is_alive, launched, small_ranks, wait_until
 
+pytestmark = pytest.mark.alone  # ranks that compete with other tests may be late
+
 TIMEOUT = 4
 LIMITS = ["--train.step_timeout", str(TIMEOUT), "--train.slow_timeout", "60"]
 ENDLESS = ["--train.steps", "100000", "--checkpoint.every", "100000"]
