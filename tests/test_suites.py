@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.compare_trees import comparison, speeds_of_report, turns
 from tests.support.marked_suite import ROOT, UNUSABLE, PartResult, read_verdicts, result_page
 
 REPORT = """<testsuites><testsuite>
@@ -64,3 +65,13 @@ def test_results_have_date_commit_and_device_or_say_that_there_is_none():
         page = (ROOT / "docs" / "benchmarks" / name).read_text()
         facts = re.findall(r"^- (\w+): \S", page, re.M)
         assert facts == ["date", "commit", "device"] or "No result yet" in page
+
+
+def test_trees_take_turns_and_medians_are_compared():
+    assert turns(2) == ["old", "new", "new", "old"]
+    report = {"results": [{"layer": "small", "ours": {"tflops": 500.0}, "transformers": {"tflops": 400.0}}]}
+    figures = speeds_of_report(report)
+    assert figures == {"small, ours, tflops": 500.0}
+    faster = {name: 2 * value for name, value in figures.items()}
+    lines = comparison({"old": [figures], "new": [faster]})
+    assert lines == ["small, ours, tflops: old 500, new 1,000, new over old 2.0000"]
