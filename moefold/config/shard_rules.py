@@ -81,7 +81,7 @@ def paired_units_have_one_order(c: ConfigOnRanks) -> bool:
     "tokens that are dispatched again are normed with whole weights",
     (MODE, "memory.recompute", "parallel.ep", "parallel.etp"),
     why="a recomputed dispatch norms its tokens beside the compute of other steps, before their unit is gathered",
-    fix="set shard.mode to zero1, or leave dispatch and sar out of memory.recompute",
+    fix="set shard.mode to zero1",
 )
 def dispatched_again_with_whole_weights(c: ConfigOnRanks) -> bool:
     return not (is_fully_sharded(c) and dispatches_again(c))
