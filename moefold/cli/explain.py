@@ -44,7 +44,7 @@ from moefold.plan.machine.known_links import first_gpu_name, known_links
 from moefold.plan.memory.machine_fit import choices_of_run, list_parts
 from moefold.plan.memory.peak_memory import fullest_rank, parameters_of_two_units, plan_memory, stage_counts
 from moefold.plan.memory.rank_stages import stages_by_rank
-from moefold.plan.memory.region_savings import offloaded_layers, recomputed_layers, saved_by_regions
+from moefold.plan.memory.region_savings import offloaded_layers, recomputed_layers, saved_by_regions, sent_again
 from moefold.plan.memory.resident import resident_state
 from moefold.plan.memory.run_setting import GIB, build_run_setting
 from moefold.presets.command_form import CommandForm
@@ -185,12 +185,17 @@ def describe_regions(model: ModelConfig, kernels: Mapping[str, KernelChoice]) ->
 
 
 def describe_recompute(config: Config, ranks: int) -> Description | None:
-    """What recomputing each region saves, and which regions the run recomputes and offloads; None for attention of
-    another package."""
+    """What recomputing each region saves, which regions the run recomputes and offloads, and what it sends again; None
+    for attention of another package."""
     if config.model.attention.kind not in ATTENTION_NAMES.builtin:
         return None
     saved = saved_by_regions(config, ranks, choices_of_run(config))
-    return {"saves": saved, "rebuilt": recomputed_layers(config), "offloaded": offloaded_layers(config)}
+    return {
+        "saves": saved,
+        "rebuilt": recomputed_layers(config),
+        "sent_again": sent_again(config),
+        "offloaded": offloaded_layers(config),
+    }
 
 
 def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[str, KernelChoice]) -> Description:
@@ -519,10 +524,12 @@ def region_table(regions: Description, recompute: Description | None) -> Table:
     table = Table("region", "where", "what", "saves", title=title, title_justify="left")
     saves = recompute["saves"] if recompute else {}
     rebuilt = recompute["rebuilt"] if recompute else {}
+    sent = recompute["sent_again"] if recompute else {}
     offloaded = recompute["offloaded"] if recompute else {}
     for name, region in regions["present"].items():
         saved = human_bytes(saves[name]) if name in saves else ""
-        layers = f" (recomputed: {rebuilt[name]})" if name in rebuilt else ""
+        again = f"; sent again: {sent[name]}" if name in sent else ""
+        layers = f" (recomputed: {rebuilt[name]}{again})" if name in rebuilt else ""
         on_host = f" (offloaded: {offloaded[name]})" if name in offloaded else ""
         table.add_row(name, region["place"], region["meaning"], f"{saved}{layers}{on_host}")
     for name, reason in regions["absent"].items():

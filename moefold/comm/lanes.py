@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,29 @@ class Lanes:
             record_on_stream(inputs, stream)
             output = work()
             return output, stream.record_event()
+
+
+class MadeHere(NamedTuple):
+    """Tensors that one lane has made and another may read. No event: on a CPU."""
+
+    stream: Any = None
+    event: Any = None
+
+    @classmethod
+    def by_current_stream(cls) -> MadeHere:
+        if not torch.cuda.is_initialized():
+            return cls()
+        stream = torch.cuda.current_stream()
+        return cls(stream, stream.record_event())
+
+    def hand_over(self, x: Tensor) -> None:
+        """Let the current stream wait for a tensor, if another one has made it."""
+        if self.event is None:
+            return
+        current = torch.cuda.current_stream()
+        if current != self.stream:
+            current.wait_event(self.event)
+            record_on_stream(x, current)
 
 
 def run_without_stream(work: Work) -> LaneResult:

@@ -4,12 +4,14 @@ One list for the configuration, the planner, `moefold explain` and the model. A 
 steps:
 
     step       attend               route  plan  dispatch  shared  experts      combine  add      mlp
-    inside     norm up core out     norm                           activation                     norm
+    inside     norm up core out     norm         dispatch          dispatch                       norm
+               swap (in core)                                      activation
     spans                           [------------------------- moe ------------------------]
                                                            shared  experts                        mlp
                [---------------------------- layer ----------------------------------------]
 
 `memory.recompute` and `memory.offload` name regions, each for all layers or for some: `norm`, `moe@0-7`, `layer@3`.
+`memory.recompute` may also name a preset, which stands for several regions: `sar`, `sar@0-7`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import NamedTuple
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 
@@ -27,16 +30,32 @@ TOKENS = "token_shard"  # every step reads it
 BLOCK_INPUTS = ("stream", TOKENS, "imposed", "aux")
 
 
+class Repeated(NamedTuple):
+    """A collective of a region, and the axes of which one must have several ranks for it to be sent."""
+
+    what: str
+    axes: tuple[str, ...]
+
+
+GATHER = Repeated("all-gather over tp", ("tp",))
+CONTEXT = Repeated("exchange over cp", ("cp",))
+SWAP_BACK = Repeated("all-to-all of heads over cp", ("cp",))
+DISPATCH = Repeated("dispatch to the experts' ranks", ("ep", "etp"))
+EXCHANGES = Repeated("plan, dispatch and combine with the experts' ranks", ("ep", "etp"))
+
+
 @dataclass(frozen=True)
 class RegionSpec:
     """A region lies `inside` the named steps, or it `spans` a run of steps: those of the names that the layer has.
-    `reads`: the entries of the carry that a run of steps reads."""
+    `reads`: the entries of the carry that a run of steps reads. `repeats`: collectives that recompute issues again,
+    each with the axes that it is sent over."""
 
     name: str
     meaning: str
     inside: tuple[str, ...] = ()
     spans: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    repeats: tuple[Repeated, ...] = ()
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -62,25 +81,66 @@ class RegionSpec:
 
 
 REGION_LIST = (
-    RegionSpec("norm", "RMSNorms, with the all-gather over tp behind them", inside=NORMED_STEPS),
-    RegionSpec("up", "latent attention: projections up from the latents, with their norms", inside=("attend",)),
-    RegionSpec("core", "attention itself, from queries, keys and values to its result", inside=("attend",)),
+    RegionSpec("norm", "RMSNorms, with the all-gather over tp behind them", inside=NORMED_STEPS, repeats=(GATHER,)),
+    RegionSpec(
+        "up",
+        "latent attention: projections up from the latents, with their norms",
+        inside=("attend",),
+        repeats=(GATHER,),
+    ),
+    RegionSpec(
+        "core",
+        "attention itself, from queries, keys and values to its result",
+        inside=("attend",),
+        repeats=(CONTEXT,),
+    ),
+    RegionSpec(
+        "swap",
+        "attention's result, swapped from heads back to positions (all-to-all context)",
+        inside=("attend",),
+        repeats=(SWAP_BACK,),
+    ),
     RegionSpec("out", "attention's projection back to the stream", inside=("attend",)),
-    RegionSpec("mlp", "the MLP of dense layers, with its norm", spans=("mlp",), reads=("stream", TOKENS)),
-    RegionSpec("shared", "shared experts", spans=("shared",), reads=("h_TD", TOKENS)),
+    RegionSpec(
+        "mlp",
+        "the MLP of dense layers, with its norm",
+        spans=("mlp",),
+        reads=("stream", TOKENS),
+        repeats=(GATHER,),
+    ),
+    RegionSpec("shared", "shared experts", spans=("shared",), reads=("h_TD", TOKENS), repeats=(GATHER,)),
+    RegionSpec(
+        "dispatch",
+        "tokens sent to the ranks of their experts, and the experts' rows gathered from them",
+        inside=("dispatch", "experts"),
+        repeats=(DISPATCH,),
+    ),
     RegionSpec("experts", "routed experts, all of them", spans=("experts",), reads=("rows", TOKENS)),
     RegionSpec("activation", "the activation inside routed experts", inside=("experts",)),
-    RegionSpec("moe", "all of an MoE layer, with its norm", spans=MOE_STEPS, reads=BLOCK_INPUTS),
+    RegionSpec(
+        "moe",
+        "all of an MoE layer, with its norm",
+        spans=MOE_STEPS,
+        reads=BLOCK_INPUTS,
+        repeats=(GATHER, EXCHANGES),
+    ),
     RegionSpec(
         "layer",
         "a whole layer: only its input is kept",
         spans=("attend", "mlp", *MOE_STEPS),
         reads=BLOCK_INPUTS,
+        repeats=(GATHER, CONTEXT, EXCHANGES),
     ),
 )
 REGIONS = {region.name: region for region in REGION_LIST}
 NOT_REBUILT = "out"  # nothing keeps its output, and its input is that of its weight gradient
 REBUILT_REGIONS = tuple(name for name in REGIONS if name != NOT_REBUILT)
+SENDING_REGIONS = ("swap", "dispatch")  # nothing is saved inside but indices
+OFFLOADED_REGIONS = tuple(name for name in REGIONS if name not in SENDING_REGIONS)
+
+# Selective activation rematerialisation of MegaScale-MoE: of a layer are kept its input, queries, keys and values, the
+# result of attention, the input of the second norm, and the experts' pre-activation.
+PRESETS = {"sar": ("norm", "swap", "dispatch", "activation")}
 
 # ---- entries of memory.recompute and memory.offload
 
@@ -93,7 +153,17 @@ ENTRY_FORM = "expected region, region@layer or region@first-last, such as moe@0-
 def parse_recompute(entries: Iterable[str], layers: int) -> RegionLayers:
     """The regions of `memory.recompute` with their layers, of a model with so many layers. Entries that cannot be read
     are refused, all at once."""
-    return parse_entries(entries, layers, REBUILT_REGIONS)
+    return parse_entries(without_presets(entries), layers, REBUILT_REGIONS, tuple(PRESETS))
+
+
+def without_presets(entries: Iterable[str]) -> tuple[str, ...]:
+    """The entries with the regions of a preset in its place: `norm@0-7`, ... for `sar@0-7`."""
+    regions: dict[str, None] = {}  # distinct ones, in order
+    for entry in entries:
+        name, at, layers = entry.partition("@")
+        names = PRESETS.get(name, (name,)) if ENTRY.fullmatch(entry) else (name,)
+        regions |= dict.fromkeys(f"{region}{at}{layers}" for region in names)
+    return tuple(regions)
 
 
 def parse_offload(entries: Iterable[str], layers: int) -> dict[str, frozenset[int]]:
@@ -101,7 +171,7 @@ def parse_offload(entries: Iterable[str], layers: int) -> dict[str, frozenset[in
     last = layers - 1
     offloaded: dict[str, frozenset[int]] = {}
     problems: list[str] = []
-    for name, named in parse_entries(entries, layers, tuple(REGIONS)).items():
+    for name, named in parse_entries(entries, layers, OFFLOADED_REGIONS).items():
         all_layers = frozenset(range(layers))
         kept_on_host = (all_layers if named is None else named) - {last}
         if not kept_on_host:
@@ -112,12 +182,15 @@ def parse_offload(entries: Iterable[str], layers: int) -> dict[str, frozenset[in
     return offloaded
 
 
-def parse_entries(entries: Iterable[str], layers: int, names: Sequence[str]) -> RegionLayers:
+def parse_entries(
+    entries: Iterable[str], layers: int, names: Sequence[str], presets: Sequence[str] = ()
+) -> RegionLayers:
+    """`presets`: further names that a message may propose."""
     found: RegionLayers = {}
     problems: list[str] = []
     for entry in entries:
         match = ENTRY.fullmatch(entry)
-        problem = entry_problem(entry, match, layers, names)
+        problem = entry_problem(entry, match, layers, (*names, *presets))
         if problem:
             problems.append(problem)
         elif match is not None:
@@ -187,6 +260,8 @@ def entry_problem(entry: str, match: re.Match[str] | None, layers: int, names: S
     name = match["name"]
     if name == NOT_REBUILT and name not in names:
         return f"{shown}: nothing is saved by rebuilding region {name}; leave it out"
+    if name in SENDING_REGIONS and name not in names:
+        return f"{shown}: region {name} saves nothing inside; leave it out"
     if name not in names:
         guess = did_you_mean(name, names)
         return f"{shown} names no region{guess}; there are: {', '.join(names)}"

@@ -70,12 +70,22 @@ def expert_chunks_are_whole_tiles(c: ConfigOnRanks) -> bool:
     return c.memory.expert_chunk % EXPERT_TILE == 0
 
 
+def recomputed_regions(c: ConfigOnRanks) -> RegionLayers:
+    with suppress(UserError):  # reported by the rule above
+        return parse_recompute(c.memory.recompute, layer_count(c))
+    return {}
+
+
 def recomputed_exchanges(c: ConfigOnRanks) -> RegionLayers:
     """The recomputed regions that send tokens to experts, with their layers."""
-    regions: RegionLayers = {}
-    with suppress(UserError):  # reported by the rule above
-        regions = parse_recompute(c.memory.recompute, layer_count(c))
+    regions = recomputed_regions(c)
     return {name: layers for name, layers in regions.items() if REGIONS[name].spans_exchange}
+
+
+def dispatches_again(c: ConfigOnRanks) -> bool:
+    """Whether the backward of combine sends tokens to experts again."""
+    is_sent = c.parallel.ep * c.parallel.etp > 1
+    return is_sent and "dispatch" in recomputed_regions(c)
 
 
 @MEMORY_RULES.rule(

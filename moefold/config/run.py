@@ -407,13 +407,14 @@ class PrecisionConfig:
 class MemoryConfig:
     recompute: tuple[str, ...] = key(
         (),
-        "regions that are rebuilt in backward instead of kept: norm, activation, up, core, mlp, shared, experts, moe, "
-        "layer; for some layers: `moe@0-7`, `layer@3`; `explain` has what each saves",
+        "regions that are rebuilt in backward instead of kept: norm, activation, up, core, swap, mlp, shared, "
+        "dispatch, experts, moe, layer, or sar for norm, swap, dispatch and activation; for some layers: `moe@0-7`, "
+        "`layer@3`; `explain` has what each saves",
     )
     offload: tuple[str, ...] = key(
         (),
-        "regions whose saved tensors lie on the host between forward and backward: those of recompute, and out; the "
-        "last layer stays",
+        "regions whose saved tensors lie on the host between forward and backward: those of recompute but swap and "
+        "dispatch, and out; the last layer stays",
     )
     offload_gib: float = key(64.0, "most pinned host memory of a rank for offloaded tensors, in GiB", above=0)
     expert_chunk: int = key(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from moefold.config.errors import UserError
-from moefold.config.memory_rules import recomputed_exchanges
+from moefold.config.memory_rules import dispatches_again, recomputed_exchanges
 from moefold.config.optimizer_groups import parse_groups
 from moefold.config.precision_rules import recipes_in_use
 from moefold.config.rule import ConfigOnRanks, RuleList, divisors_in_words
@@ -75,6 +75,16 @@ def sharded_weights_are_trained(c: ConfigOnRanks) -> bool:
 def paired_units_have_one_order(c: ConfigOnRanks) -> bool:
     both_gather = is_fully_sharded(c) and c.pipeline.pair
     return not (both_gather and recomputed_exchanges(c))
+
+
+@SHARD_RULES.rule(
+    "tokens that are dispatched again are normed with whole weights",
+    (MODE, "memory.recompute", "parallel.ep", "parallel.etp"),
+    why="a recomputed dispatch norms its tokens beside the compute of other steps, before their unit is gathered",
+    fix="set shard.mode to zero1",
+)
+def dispatched_again_with_whole_weights(c: ConfigOnRanks) -> bool:
+    return not (is_fully_sharded(c) and dispatches_again(c))
 
 
 @SHARD_RULES.rule(

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from moefold.anatomy.regions import layers_with_region
 from moefold.config.errors import UserError
-from moefold.config.memory_regions import REGIONS, parse_offload, parse_recompute, ranges_in_words
+from moefold.config.memory_regions import REGIONS, SENDING_REGIONS, parse_offload, parse_recompute, ranges_in_words
 from moefold.config.run import Config, ModelConfig
 from moefold.memory.copies import copier_for
+from moefold.memory.dispatch_ahead import DispatchAhead
 from moefold.memory.expert_chunks import attach_expert_chunks
 from moefold.memory.offload import Offloader, attach_offloader
 from moefold.memory.policy import RegionPolicies, attach_policies, refuse_absent_regions, regions_fused_away
@@ -16,8 +17,9 @@ from moefold.memory.recompute import Promises, Rebuild
 from moefold.model.transformer import Transformer
 
 NamedLayers = Mapping[str, frozenset[int] | None]  # by region; None: all layers
-KEEPS_INSIDE = ("norm", "activation")  # what these save inside is their input, or small
-PROMISED_OUTPUTS = ("norm", "activation", "up", "core")  # the others' outputs are inputs of the next layer
+KEEPS_INSIDE = ("norm", "activation", *SENDING_REGIONS)  # what these save inside is their input, or small
+# Outputs of the others are inputs of the next layer.
+PROMISED_OUTPUTS = ("norm", "activation", "up", "core", *SENDING_REGIONS)
 
 
 def attach_configured_policies(model: Transformer, config: Config) -> None:
@@ -64,6 +66,8 @@ def attach_recompute(model: Transformer, config: Config) -> None:
         wanted[name] = policy
         if policy.promises_outputs:
             around_step = promises.around_step
+    if "dispatch" in wanted:
+        around_step = DispatchAhead(promises, wanted["dispatch"]).around_step
     policies = RegionPolicies(wanted, regions, around_step)
     attach_policies(model, policies)
 

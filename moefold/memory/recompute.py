@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moefold.comm.lanes import MadeHere
 from moefold.layout.rerun import rerun_key, rerunning
 from moefold.layout.token_numbers import CURRENT, computing_tokens
 from moefold.model.steps import Carry, FollowsFromFirst, Step
@@ -88,6 +89,12 @@ class Promises:
         for address, promised in present:
             if promised.memory.expired():
                 self.outputs.pop(address, None)
+
+    def call_of(self, x: Tensor) -> RegionCall | None:
+        """The call whose output a tensor is, if that is promised."""
+        address = memory_of(x)
+        promised = self.outputs.get(address)
+        return promised.call if promised else None
 
     def promise_for(self, x: Tensor) -> Promise | None:
         # A weak reference holds the address, so no other memory has it.
@@ -201,6 +208,7 @@ class RegionCall:
         self.dropped = 0
         self.saved: list[Tensor | None] | None = None
         self.outputs: list[Any] | None = None
+        self.made = MadeHere()  # the outputs, once they are rebuilt
         self.lock = threading.RLock()  # segments may run backward on two threads
 
     # ---- forward
@@ -233,7 +241,9 @@ class RegionCall:
             if self.outputs is None:
                 self.run_again()
             assert self.outputs is not None
-            return self.outputs[number]
+            output = self.outputs[number]
+            self.made.hand_over(output)
+            return output
 
     def run_again(self) -> None:
         inputs = [x.tensor() if isinstance(x, KeptInput) else x for x in self.inputs]
@@ -247,6 +257,7 @@ class RegionCall:
         if policy.promises_outputs:
             every_output = as_sequence(outputs)
             self.outputs = [y.detach() if isinstance(y, Tensor) else y for y in every_output]
+            self.made = MadeHere.by_current_stream()
 
     @torch.no_grad()
     def run_plainly(self, inputs: Values) -> Any:

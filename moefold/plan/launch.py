@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moefold.anatomy.regions import regions_of
 from moefold.config.errors import UserError
-from moefold.config.memory_regions import REBUILT_REGIONS, REGIONS, outermost_regions
+from moefold.config.memory_regions import OFFLOADED_REGIONS, REBUILT_REGIONS, outermost_regions
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config, ModelConfig
 from moefold.plan.machine.gpu import Gpu
@@ -45,7 +45,7 @@ def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     """The configuration in the planned precision, with the planned recompute, and with the steps of the token budget
     unless the request sets them."""
     recompute = runnable_regions(config.model, choices.recompute, REBUILT_REGIONS)
-    offload = runnable_regions(config.model, choices.offload, tuple(REGIONS))
+    offload = runnable_regions(config.model, choices.offload, OFFLOADED_REGIONS)
     memory = replace(config.memory, recompute=recompute, offload=offload)
     train = replace(config.train, precision=choices.precision)  # pyright: ignore[reportArgumentType]
     if "train.steps" not in r.fixed:

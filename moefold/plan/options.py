@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import key
-from moefold.config.memory_regions import ENTRY, REBUILT_REGIONS, REGIONS, entry_layers
+from moefold.config.memory_regions import ENTRY, PRESETS, REBUILT_REGIONS, REGIONS, entry_layers, without_presets
 
 StackName = Literal["moefold", "megatron"]
 PrecisionName = Literal["fp32", "bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4"]
@@ -70,7 +70,7 @@ def parse_regions(names: Iterable[str]) -> frozenset[str]:
     """Regions by name. Names of other trainers are accepted; unknown names are refused with the nearest."""
     regions: set[str] = set()
     problems: list[str] = []
-    for entry in names:
+    for entry in without_presets(names):
         name, _, _ = entry.partition("@")
         region = REGION_ALIASES.get(name, name)
         if region in RECOMPUTE_REGIONS:
@@ -85,7 +85,7 @@ def parse_regions(names: Iterable[str]) -> frozenset[str]:
 def regions_in_layer(entries: Iterable[str], layer: int) -> frozenset[str]:
     """The regions that entries such as `moe@0-7` name for a layer."""
     names: set[str] = set()
-    for entry in entries:
+    for entry in without_presets(entries):
         match = ENTRY.fullmatch(entry)
         layers = entry_layers(match) if match else None
         if layers is None or layer in layers:
@@ -94,7 +94,7 @@ def regions_in_layer(entries: Iterable[str], layer: int) -> frozenset[str]:
 
 
 def unknown_region_problem(name: str) -> str:
-    guess = did_you_mean(name, [*RECOMPUTE_REGIONS, *REGION_ALIASES])
+    guess = did_you_mean(name, [*RECOMPUTE_REGIONS, *PRESETS, *REGION_ALIASES])
     return f'no region "{printable_text(name)}"{guess}; there are: {", ".join(RECOMPUTE_REGIONS)}'
 
 

@@ -310,6 +310,15 @@ def test_numbers_are_short(number: float, text: str):
     assert human_readable(number) == text
 
 
+def test_what_recompute_sends_again_is_named(explained: Any):
+    layout = ["--nproc", "4", "--parallel.ep", "4", "--memory.recompute", "sar@1-2"]
+    recompute = explained("tiny", *layout)["recompute"]
+    assert recompute["rebuilt"] == dict.fromkeys(("norm", "swap", "dispatch", "activation"), "layers 1-2")
+    assert recompute["sent_again"] == {"dispatch": "dispatch to the experts' ranks"}
+    assert recompute["saves"]["dispatch"] > 0
+    assert recompute["saves"]["swap"] == 0
+
+
 def test_regions_are_listed_with_their_places_and_absent_ones_with_reasons(explained: Any):
     regions = explained("tiny")["regions"]
     assert regions["present"]["activation"]["place"] == "inside experts"

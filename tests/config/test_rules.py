@@ -39,6 +39,10 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "units of paired slots are gathered in one order": [
         ("--shard.mode=zero3 --memory.recompute=moe --pipeline.pair=true", 2, "memory.recompute = moe"),
     ],
+    "tokens that are dispatched again are normed with whole weights": [
+        ("--shard.mode=zero3 --memory.recompute=sar --parallel.ep=2", 2, "memory.recompute = sar"),
+        ("--shard.mode=zero3 --memory.recompute=dispatch@1 --parallel.etp=2", 2, "parallel.etp = 2"),
+    ],
     "clipped logits are not normed": [
         ("--optim.qk_clip=50 --model.attention.qk_norm=head", 1, "optim.qk_clip = 50"),
     ],
@@ -88,6 +92,8 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.recompute=out", 1, "nothing is saved by rebuilding region out"),
         ("--memory.recompute=experts@1,moe@0-1", 1, 'region "experts" lies inside "moe"'),
         ("--memory.recompute=core,layer", 1, 'region "core" lies inside "layer"'),
+        ("--memory.recompute=sar@", 1, 'entry "sar@" cannot be read'),
+        ("--memory.recompute=sar,moe@1", 1, 'region "dispatch" lies inside "moe"'),
     ],
     "offloaded regions can be read": [
         ("--memory.offload=cores", 1, 'entry "cores" names no region (did you mean "core"?)'),
@@ -95,6 +101,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.offload=experts,moe", 1, 'region "experts" lies inside "moe"'),
         ("--memory.offload=experts --memory.recompute=moe@1", 1, "which is recomputed: it keeps nothing to offload"),
         ("--memory.offload=layer --model.layers=1", 1, "named for layer 0 alone"),
+        ("--memory.offload=dispatch", 1, "region dispatch saves nothing inside"),
     ],
     "expert chunks are whole tiles": [("--memory.expert_chunk=100", 1, "memory.expert_chunk = 100")],
     "recomputed exchanges of paired slots have one order": [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.anatomy.regions import regions_of
 from moefold.config.errors import UserError
-from moefold.config.memory_regions import REGIONS
+from moefold.config.memory_regions import OFFLOADED_REGIONS
 from moefold.config.run import Config, MemoryConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.memory.choose import attach_configured_policies
@@ -59,7 +59,7 @@ def test_an_offloading_run_is_equal_to_the_bit(mechanism: str, choice: str):
 # ---- bytes
 
 LEAST = 4096  # bytes of the smallest tensor: the planner's tables have the others as one, or not at all
-BYTE_CASES = [(name, region) for name in MODELS for region in REGIONS]
+BYTE_CASES = [(name, region) for name in MODELS for region in OFFLOADED_REGIONS]
 
 
 def offloading_model(words: str, memory: MemoryConfig) -> tuple[Transformer, Config]:

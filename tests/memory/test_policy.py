@@ -249,7 +249,7 @@ def refusal(model: Transformer, **wanted: Policy) -> str:
 
 def test_an_unknown_region_is_refused_with_the_nearest():
     text = refusal(made(), activatoin=Keep())
-    assert text.startswith('no region "activatoin"; this model has norm, core, out, mlp, shared, experts, activation')
+    assert text.startswith('no region "activatoin"; this model has norm, core, swap, out, mlp, shared, dispatch')
     assert text.endswith('(did you mean "activation"?)')
 
 

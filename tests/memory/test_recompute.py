@@ -57,9 +57,10 @@ STEPS = 2
 SEVERAL_REGIONS = [
     "norm,activation,core,mlp,shared",
     "layer@0-1,moe@2,norm",
-    "experts@1,norm@0-1,activation@2",
+    "experts@1,norm@0-1,activation@2,dispatch@1-2",
 ]
-CHOICES = [*REBUILT_REGIONS, *SEVERAL_REGIONS]
+ON_ONE_RANK = [name for name in REBUILT_REGIONS if name != "swap"]  # which has nothing to swap
+CHOICES = [*ON_ONE_RANK, *SEVERAL_REGIONS]
 # A run in FP8 takes four times as long: each region once, with others.
 CHOICES_IN_FP8 = ["up", "moe", "layer", *SEVERAL_REGIONS]
 

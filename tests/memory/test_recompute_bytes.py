@@ -39,7 +39,14 @@ MODELS = {
     "biases": "--model.moe.biases=true --model.moe.activation=clamped_swiglu",
     "shared experts with a gate": f"{SHARED} --model.moe.shared_gate=true",
 }
-CHOICES = [*REBUILT_REGIONS, "norm,core,shared,experts", "norm,activation,up", "norm,moe", "layer@0,moe@1-2,norm@3"]
+CHOICES = [
+    *(name for name in REBUILT_REGIONS if name != "swap"),
+    "norm,core,shared,experts",
+    "norm,activation,up",
+    "norm,moe",
+    "layer@0,moe@1-2,norm@3",
+    "sar@0-2,experts@1",
+]
 
 
 class MadeTensors(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
+from moefold.model.attention.context_parallel import SwappedAttention
 from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
 from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
@@ -80,6 +81,7 @@ class AttentionBase(DeclaringModule):
         self.out_std = output_std(model)
         self.logit_watch: LogitWatch | None = None  # set where logits are clipped (optim/qk_clip.py)
         self.core = Region("core")
+        self.swap = Region("swap")
         self.out_region = Region("out")
 
     def make_linear(self, inputs: int, outputs: int, bias: bool = False) -> Linear:
@@ -113,13 +115,20 @@ class AttentionBase(DeclaringModule):
         if self.training and watch is not None:
             watch.note(q, k, scale, window, begins_BS)
         sinks = self.sinks
-        context = self.context
-        y_BSHV = self.core(context, q, k, v, scale, window, sinks, begins_BS)
-        y_BSN = y_BSHV.flatten(2)
+        y_BSN = self.core(self.attend_in_context, q, k, v, scale, window, sinks, begins_BS)
         y_CN = y_BSN.flatten(0, 1)
         project = self.out
         summand_CD = self.out_region(project, y_CN)
         return self.scatter_sums(summand_CD)
+
+    def attend_in_context(self, *inputs: Any) -> Tensor:
+        """(B, S, N): the results of this rank's positions, their heads joined."""
+        context = self.context
+        if isinstance(context, SwappedAttention):
+            y_BShV = context.attend_own_heads(*inputs)
+            return self.swap(swap_and_join, context, y_BShV)
+        y_BSHV = context(*inputs)
+        return y_BSHV.flatten(2)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its
@@ -132,6 +141,11 @@ class AttentionBase(DeclaringModule):
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""
         raise NotImplementedError
+
+
+def swap_and_join(context: SwappedAttention, y_BShV: Tensor) -> Tensor:
+    y_BSHV = context.swap_back(y_BShV)
+    return y_BSHV.flatten(2)
 
 
 @lru_cache(maxsize=16)

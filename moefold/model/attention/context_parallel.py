@@ -12,8 +12,9 @@ B sequences, s positions held here (S in all), H query heads, G key/value heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,35 +124,56 @@ def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanis
     return ulysses_attention(across_nodes, world.cp_inside, cp)
 
 
-def ulysses_attention(attention: ContextMechanism, axis: Axis, cp: Axis) -> ContextMechanism:
-    """Attention over all positions of the ranks along an axis, all of cp or those of a node, with each rank's share of
-    the heads."""
+def ulysses_attention(attention: ContextMechanism, axis: Axis, cp: Axis) -> SwappedAttention:
     first = 0
     if axis.size < cp.size:  # ranks of a node
         first = cp.index - axis.index
+    return SwappedAttention(attention, axis, cp, first)
 
-    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
-        # all positions of the ranks, of this rank's share of the heads
+
+@dataclass(frozen=True, eq=False)
+class SwappedAttention:
+    """Attention over all positions of the ranks along an axis, all of cp or those of a node, with each rank's share of
+    the heads. `first`: the first of these ranks along cp."""
+
+    attention: ContextMechanism
+    axis: Axis
+    cp: Axis
+    first: int
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        y_BShV = self.attend_own_heads(*inputs)
+        return self.swap_back(y_BShV)
+
+    def attend_own_heads(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
+        """All positions of the ranks, of this rank's share of the heads."""
+        axis = self.axis
         kv_heads = k_BsGD.shape[2]
         check_heads_divide(kv_heads, axis)
         held_here = q_BsHD.shape[1]
-        length = held_here * cp.size
-        held = positions_of_ranks(length, cp, q_BsHD)
-        end = first + axis.size
-        of_axis = held[first:end]
-        order = order_by_position(of_axis)
-        swap = HeadSwap(axis, order)
+        swap = self.head_swap(held_here, q_BsHD)
         q = swap.positions_to_heads(q_BsHD)
         k = swap.positions_to_heads(k_BsGD)
         v = swap.positions_to_heads(v_BsGV)
         if sink_H is not None:
             shares = sink_H.chunk(axis.size)
             sink_H = shares[axis.index]
-        # and back: all heads of this rank's positions
-        y = attention(q, k, v, scale, window, sink_H, begins_BS)
-        return swap.heads_to_positions(y)
+        return self.attention(q, k, v, scale, window, sink_H, begins_BS)
 
-    return attend_across_ranks
+    def swap_back(self, y_BShV: Tensor) -> Tensor:
+        """All heads of this rank's positions."""
+        positions = y_BShV.shape[1]
+        held_here = positions // self.axis.size
+        swap = self.head_swap(held_here, y_BShV)
+        return swap.heads_to_positions(y_BShV)
+
+    def head_swap(self, held_here: int, like: Tensor) -> HeadSwap:
+        length = held_here * self.cp.size
+        held = positions_of_ranks(length, self.cp, like)
+        end = self.first + self.axis.size
+        of_axis = held[self.first : end]
+        order = order_by_position(of_axis)
+        return HeadSwap(self.axis, order)
 
 
 def check_heads_divide(heads: int, axis: Axis) -> None:

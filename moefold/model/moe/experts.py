@@ -57,11 +57,13 @@ class Experts(DeclaringModule):
         self.adds_bias = etp.index == 0  # etp ranks compute summands: one of them adds the bias
         self.activate = bind_expert_activation(model, kernels)
         self.activation = Region("activation")
+        self.gathering = Region("dispatch")
         self.around_rows: Callable[..., Tensor] = call_directly  # or in chunks (memory/expert_chunks.py)
         activation = partial(self.activation, self.activate)
+        gather = partial(self.gathering, kernels[gather_rows])
         weight_inside = model.moe.gate == "activation"
         self.parts = ExpertParts(
-            gather=kernels[gather_rows],
+            gather=gather,
             up=self.project_up,
             activation=activation,
             down=self.project_down,

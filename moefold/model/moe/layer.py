@@ -28,7 +28,7 @@ from moefold.model.moe.router import Router
 from moefold.model.moe.shared import SharedExperts
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Carry, StepMethods, drop_from_carry
+from moefold.model.steps import Carry, Region, StepMethods, drop_from_carry
 from moefold.model.token_layout import make_token_shard
 from moefold.precision.linear import Linear
 
@@ -55,6 +55,7 @@ class MoeSublayer(nn.Module):
             self.narrow = Linear(world, hidden, latent, std=std)
             self.widen = Linear(world, latent, hidden, std=std)
         self.dispatcher = parts.dispatcher
+        self.sending = Region("dispatch")
 
     def forward(self, x_BSD: Tensor, imposed_BSK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The layer on normed tokens of any leading shape; the last dim but one counts the positions of a sequence.
@@ -138,7 +139,7 @@ class MoeSublayer(nn.Module):
         name = "latent_TL" if self.has_latent else "h_TD"
         tokens = carry[name]
         receipt = carry["receipt"]
-        rows = self.dispatcher.dispatch(tokens, receipt)
+        rows = self.sending(self.dispatcher.dispatch, tokens, receipt)
         if self.experts.rounds_by_token:
             count = len(tokens)
             number_N = self.dispatch_numbers(count, receipt)

@@ -156,14 +156,14 @@ def add_product_input(
     width: ShapeFunction,
     *groups: Sequence[str],
     read_by: tuple[str, ...] = (),
-    made_by: str = "",
+    made_by: tuple[str, ...] = (),
     experts: ShapeFunction = one_expert,
 ) -> None:
-    """Add the input of products, as it is or as copies in FP8. `made_by`: the region whose output it is, and whose
+    """Add the input of products, as it is or as copies in FP8. `made_by`: the regions whose output it is, and whose
     recompute yields it; copies are the products' own."""
     whole = table.only(keeps_input_of(groups))
     if made_by:
-        whole = whole.remade_by(made_by, *table.regions)
+        whole = whole.remade_by(*made_by, *table.regions)
     whole.add(name, rows, width, "linear", read_by=read_by)
     add_input_copies(table, name, rows, width, *groups, experts=experts)
 

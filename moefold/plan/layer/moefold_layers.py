@@ -102,6 +102,7 @@ def recomputes(region: str) -> ShapeCondition:
 recomputes_up = recomputes("up")
 recomputes_core = recomputes("core")
 recomputes_experts = recomputes("experts")
+recomputes_dispatch = recomputes("dispatch")
 
 
 def composes_rmsnorm(s: RankShapes) -> bool:
@@ -213,6 +214,15 @@ def cuts_context(s: RankShapes) -> bool:
 def reorders_attended(s: RankShapes) -> bool:
     """Whether the output of attention is computed in parts, or by heads, and copied into order."""
     return cuts_context(s) and s.portion.context != "ring"
+
+
+def swaps_heads(s: RankShapes) -> bool:
+    """Whether the result of attention is swapped from heads back to positions: nothing else has a region `swap`."""
+    return cuts_context(s) and s.portion.context in ("all_to_all", "hierarchical")
+
+
+def swaps_no_heads(s: RankShapes) -> bool:
+    return not swaps_heads(s)
 
 
 def context_positions(s: RankShapes) -> float:
@@ -333,8 +343,8 @@ def attend_tensors() -> list[TensorEntry]:
     gqa = table.only(uses_gqa)
     # Inputs of the projections.
     add_rmsnorm(table, "stream", rank_tokens, stream_width, layer_input=True)
-    add_product_input(gqa, "normed", context_tokens, stream_width, QKV, made_by="norm")
-    add_product_input(mla, "normed", rank_tokens, stream_width, LATENT_DOWN, made_by="norm")
+    add_product_input(gqa, "normed", context_tokens, stream_width, QKV, made_by=("norm",))
+    add_product_input(mla, "normed", rank_tokens, stream_width, LATENT_DOWN, made_by=("norm",))
     # Latents: the region of projections up begins with their norms.
     query_latent = table.only(has_query_latent)
     add_rmsnorm(query_latent, "query latent", rank_tokens, query_latent_width, inside=("up",))
@@ -371,8 +381,10 @@ def attend_tensors() -> list[TensorEntry]:
     projected = table.read_by("out")
     read_again = projected.only(reads_its_output).read_by("core")
     left = projected.only(leaves_its_output)
-    for attended in (read_again, left):
-        add_product_input(attended, "attended", context_tokens, attended_width, out, made_by="core")
+    for attended in (read_again, left.only(swaps_no_heads)):
+        add_product_input(attended, "attended", context_tokens, attended_width, out, made_by=("core",))
+    swapped = left.only(swaps_heads)
+    add_product_input(swapped, "attended", context_tokens, attended_width, out, made_by=("core", "swap"))
     kept = core.only(keeps_attended)
     kept.add("attended", context_tokens, attended_width)
     reordered = core.only(reorders_attended)
@@ -393,7 +405,7 @@ def mlp_tensors() -> list[TensorEntry]:
     table = TensorTable("mlp")
     add_rmsnorm(table, "stream", rank_tokens, stream_width, inside=("mlp",))
     mlp = table.remade_by("mlp")
-    add_product_input(mlp, "normed", context_tokens, stream_width, DENSE_UP, made_by="norm")
+    add_product_input(mlp, "normed", context_tokens, stream_width, DENSE_UP, made_by=("norm",))
     mlp.add("pre-activation", context_tokens, dense_preactivation_width)
     add_product_input(mlp, "activated", context_tokens, dense_inner_width, ("dense.down",))
     return table.entries
@@ -544,8 +556,8 @@ def unfused_experts(s: RankShapes) -> bool:
 
 
 def keeps_expert_tokens(s: RankShapes) -> bool:
-    """Whether the experts keep the tokens that they gather rows from."""
-    return s.fuses_experts or recomputes_experts(s)
+    """Whether the experts keep the tokens that they gather rows from, or rebuild rows from them."""
+    return s.fuses_experts or recomputes_experts(s) or recomputes_dispatch(s)
 
 
 def experts_are_remote(s: RankShapes) -> bool:
@@ -565,6 +577,11 @@ def experts_leave_normed(s: RankShapes) -> bool:
 
 def has_local_latents(s: RankShapes) -> bool:
     return s.latent and not experts_are_remote(s)
+
+
+def keeps_sent_latents(s: RankShapes) -> bool:
+    """Whether latents are kept to be sent again."""
+    return s.latent and experts_are_remote(s) and recomputes_dispatch(s)
 
 
 def has_expert_biases(s: RankShapes) -> bool:
@@ -595,6 +612,13 @@ def plan_tensors() -> list[TensorEntry]:
     return table.entries
 
 
+def dispatch_tensors() -> list[TensorEntry]:
+    table = TensorTable("dispatch")
+    latents = table.remade_by("moe").only(keeps_sent_latents)
+    latents.add("latents", rank_tokens, dispatched_token_width)
+    return table.entries
+
+
 def expert_tensors() -> list[TensorEntry]:
     table = TensorTable("experts")
     experts = table.remade_by("experts", "moe")
@@ -603,7 +627,7 @@ def expert_tensors() -> list[TensorEntry]:
     # its inputs.
     inputs = table.remade_by("moe")
     tokens = inputs.only(keeps_expert_tokens).read_by("experts")
-    remote = tokens.only(experts_are_remote)
+    remote = tokens.only(experts_are_remote).remade_by("dispatch", *tokens.regions)
     remote.add("arrived tokens", arrived_tokens, dispatched_token_width)
     local = tokens.only(has_local_latents)
     local.add("latents", rank_tokens, dispatched_token_width)
@@ -613,7 +637,8 @@ def expert_tensors() -> list[TensorEntry]:
     weights = inputs.read_by("activation")
     weights.add("weights", expert_rows, one_column, "fp32")
     up = (UP_PRODUCT,)
-    add_product_input(unfused, "rows", expert_rows, dispatched_token_width, up, experts=held_experts)
+    made_by = ("dispatch",)
+    add_product_input(unfused, "rows", expert_rows, dispatched_token_width, up, made_by=made_by, experts=held_experts)
     # Inside and after the expert MLP.
     wide = experts.only(experts_outside_fp8).read_by("activation")
     wide.add("pre-activation", expert_rows, expert_preactivation_width)
@@ -624,7 +649,7 @@ def expert_tensors() -> list[TensorEntry]:
         expert_rows,
         expert_inner_width,
         (DOWN_PRODUCT,),
-        made_by="activation",
+        made_by=("activation",),
         experts=held_experts,
     )
     weighed = experts.only(weighs_expert_outputs)
@@ -713,6 +738,7 @@ MOEFOLD_SAVED = [
     *mlp_tensors(),
     *route_tensors(),
     *plan_tensors(),
+    *dispatch_tensors(),
     *expert_tensors(),
     *widen_tensors(),
     *shared_expert_tensors(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moefold.config.memory_regions import REBUILT_REGIONS, parse_offload, ranges_in_words, regions_by_layer
+from moefold.config.memory_regions import REBUILT_REGIONS, REGIONS, parse_offload, ranges_in_words, regions_by_layer
 from moefold.config.run import Config, MemoryConfig, ModelConfig
 from moefold.plan.memory.peak_memory import stage_counts
 from moefold.plan.memory.rank_stages import stages_by_rank
@@ -49,6 +49,21 @@ def offloaded_layers(config: Config) -> dict[str, str]:
 def recomputed_layers(config: Config) -> dict[str, str]:
     """By recomputed region: its layers in words."""
     return regions_by_layer(config.memory.recompute, all_layers(config.model))
+
+
+def sent_again(config: Config) -> dict[str, str]:
+    """By recomputed region: the collectives that backward issues again on this layout, in words."""
+    parallel = config.parallel
+    by_region: dict[str, str] = {}
+    for name in recomputed_layers(config):
+        sent: list[str] = []
+        for collective in REGIONS[name].repeats:
+            ranks = [getattr(parallel, axis) for axis in collective.axes]
+            if max(ranks) > 1:
+                sent.append(collective.what)
+        if sent:
+            by_region[name] = ", ".join(sent)
+    return by_region
 
 
 def all_layers(model: ModelConfig) -> int:

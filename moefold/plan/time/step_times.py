@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from moefold.config.memory_regions import MOE_STEPS
 from moefold.plan.layer.layer_costs import Gemm, StepCount
-from moefold.plan.layer.moefold_layers import writes_score_gradients
+from moefold.plan.layer.moefold_layers import swaps_heads, writes_score_gradients
 from moefold.plan.layer.pointwise import (
     LOW_PRECISION_GEMMS,
     activation_elements,
@@ -172,7 +172,8 @@ class StepClock:
         data_gradient, weight_gradient = self.time_backward(step, s)
         timed = ForwardOfStep(step, s, forward)
         restoring = self.restore_seconds(timed)
-        data_gradient = data_gradient._replace(memory=restoring)
+        travel = data_gradient.travel + self.sent_again_seconds(step, s)
+        data_gradient = data_gradient._replace(memory=restoring, travel=travel)
         return PassSeconds(forward, data_gradient, weight_gradient)
 
     def time_forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
@@ -363,6 +364,11 @@ class StepClock:
             return self.one_way_seconds
         return 0.0
 
+    def sent_again_seconds(self, step: StepCount, s: RankShapes) -> float:
+        """Seconds of the comm lane in which tokens are dispatched again, ahead of the backward of `combine`."""
+        sends_again = step.name == "combine" and "dispatch" in s.choices.recomputed
+        return self.one_way_seconds if sends_again else 0.0
+
     def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
         """Seconds of exposed collectives of tp and cp. A ring sends keys and values during attention over earlier
         ones."""
@@ -427,6 +433,25 @@ class StepClock:
     def recompute_core(self, forward: ForwardOfStep) -> float:
         return forward.seconds.attention
 
+    def recompute_swap(self, forward: ForwardOfStep) -> float:
+        """Seconds of the all-to-all of attention's result, a part of what attention sends over cp."""
+        step, s, _ = forward
+        if step.name != "attend" or not swaps_heads(s):
+            return 0.0
+        sent = sum(traffic.forward for traffic in step.sent if traffic.axis == "cp")
+        query_and_key_heads = s.H + s.G
+        share = s.H * s.V / (query_and_key_heads * (s.Q + s.V))
+        ranks = s.portion.tp * s.portion.cp
+        return self.cluster.neighbour_seconds(sent * share, ranks)
+
+    def recompute_dispatch(self, forward: ForwardOfStep) -> float:
+        """Seconds of arranging rows; those of sending are counted in `sent_again_seconds`, and sizes are known."""
+        step, _, seconds = forward
+        if step.name != "dispatch":
+            return 0.0
+        launching = seconds.host - self.sync_seconds(step)
+        return seconds.device + launching
+
     def recompute_out(self, forward: ForwardOfStep) -> float:
         """Zero: backward of the output projection needs only its input, which is saved."""
         return 0.0
@@ -480,9 +505,11 @@ RECOMPUTE_COSTS: dict[str, RecomputeCost] = {
     "norm": StepClock.recompute_norm,
     "up": StepClock.recompute_up,
     "core": StepClock.recompute_core,
+    "swap": StepClock.recompute_swap,
     "out": StepClock.recompute_out,
     "mlp": repeated_forward("mlp"),
     "shared": repeated_forward("shared"),
+    "dispatch": StepClock.recompute_dispatch,
     "activation": StepClock.recompute_activation,
     "experts": repeated_forward("experts"),
     "moe": repeated_forward(*MOE_STEPS),

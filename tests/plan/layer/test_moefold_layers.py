@@ -95,8 +95,8 @@ def tables(model: Transformer) -> Iterator[torch.Tensor]:
             yield from rope_angles(rotary.seq_len, rotary.dims, rotary.config, rotary.dtype, device)
 
 
-def kept_by_steps(model: Transformer, config: Config, device: str = "cpu") -> Counter[str]:
-    """Bytes by name of the step, of all layers together."""
+def kept_by_steps(model: Transformer, config: Config, device: str = "cpu", floats: bool = False) -> Counter[str]:
+    """Bytes by name of the step, of all layers together. `floats`: of floating-point tensors alone."""
     shape = (2, config.train.micro_batch, config.data.seq_len)
     tokens, labels = (x.clone() for x in torch.randint(256, shape, generator=torch.Generator().manual_seed(1)))
     held: list[weakref.ref[Held]] = []
@@ -116,7 +116,8 @@ def kept_by_steps(model: Transformer, config: Config, device: str = "cpu") -> Co
     found: Counter[str] = Counter()
     for kept in filter(None, (ref() for ref in held)):
         storage = kept.tensor.untyped_storage()
-        if storage.data_ptr() not in own and storage.nbytes() >= SMALL:
+        is_counted = kept.tensor.is_floating_point() or not floats
+        if is_counted and storage.data_ptr() not in own and storage.nbytes() >= SMALL:
             own.add(storage.data_ptr())
             found[ENDS.get(kept.step, kept.step)] += storage.nbytes()
     assert carry["losses_1M"].requires_grad

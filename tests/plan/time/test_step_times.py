@@ -80,6 +80,22 @@ def test_recompute_costs_time_and_never_more_than_a_forward(region: str, stack: 
     assert (again.D.memory > 0) != never_kept
 
 
+def test_tokens_that_are_dispatched_again_travel_once_more():
+    plain, again = (passed(choices=PlanChoices(recompute=r), parallel__ep=8) for r in ((), ("dispatch",)))
+    one_way = plain.F.travel / 2
+    assert one_way > 0
+    assert again.D.travel - plain.D.travel == pytest.approx(one_way)
+    assert again.D.memory > 0
+
+
+def test_results_that_are_swapped_again_cost_a_part_of_the_exchange_over_cp():
+    swaps = {"parallel__cp": 2, "parallel__context": "all_to_all"}
+    plain, again = (passed(choices=PlanChoices(recompute=r), **swaps) for r in ((), ("swap",)))
+    assert 0 < again.D.memory < plain.F.joined
+    alone = passed(choices=PlanChoices(recompute=("swap",)))
+    assert alone.D.memory == 0
+
+
 def test_low_precision_is_faster_where_products_are_large():
     wide, low = (
         sum(op.device for op in passed("mixtral-8x7b", choices=PlanChoices(precision=p), train__micro_batch=8))  # pyright: ignore[reportArgumentType]
