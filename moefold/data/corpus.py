@@ -37,7 +37,8 @@ class Corpus:
     def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
         windows = self.train_sequences(data, seed, batch)
         documents = MemoryDocuments(self.train, self.train_starts, seed)
-        source = PackedSource("", documents)
+        digest = self.fingerprint()
+        source = PackedSource(digest, documents)
         mixture = Mixture(WHOLE, batch)
         return PackedSequences(windows, [source], mixture, batch, data.packing)
 

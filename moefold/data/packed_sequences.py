@@ -55,7 +55,7 @@ class PlannedBatch(NamedTuple):
 
 
 class PackedSequences:
-    """Bins of samples in place of `windows`, which know the tokens and the epochs of the data."""
+    """Bins of samples in place of the windows of `unpacked`, which knows the tokens and the epochs of the data."""
 
     has_documents = True
 
@@ -103,8 +103,12 @@ class PackedSequences:
         return self.planned[first]
 
     def states_at(self, first: int) -> States:
-        """The packing states before a batch: known ones, or by planning all batches from the last known ones on."""
-        earlier = [known for known in self.states if known <= first]
+        """The packing states before a batch: known ones, or by planning all batches from the last known ones on. Those
+        of the batch in use are known: a checkpoint reads them while a thread plans the next ones."""
+        if first in self.states:
+            return self.states[first]
+        numbers = list(self.states)
+        earlier = [known for known in numbers if known <= first]
         known = max(earlier, default=self.begin)
         states = self.states.get(known, self.begin_states)
         while known < first:

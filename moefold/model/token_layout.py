@@ -32,6 +32,7 @@ class TokenShard:
     begins_BS: Tensor | None = None  # where the document of each position begins, if tokens see no other
     filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
     span: TokenSpan = field(init=False)  # which tokens of its cp rank's sequences this rank has
+    is_packed: bool = field(init=False)
 
     def __post_init__(self):
         length = self.length // self.cp.size
@@ -39,6 +40,8 @@ class TokenShard:
         first = self.tp.index * tokens
         span = TokenSpan(self.sequences, length, first)
         object.__setattr__(self, "span", span)
+        is_packed = self.filled_B is not None
+        object.__setattr__(self, "is_packed", is_packed)
 
     @property
     def local_positions(self) -> Tensor:
@@ -103,10 +106,6 @@ class TokenShard:
         count = self.sequences * self.length
         numbers = torch.arange(count, device=self.device)
         return numbers.view(self.sequences, -1)
-
-    @property
-    def is_packed(self) -> bool:
-        return self.filled_B is not None
 
     @property
     def is_padding_T(self) -> Tensor:

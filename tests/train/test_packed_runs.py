@@ -120,9 +120,9 @@ def one_by_one(config: Config) -> list[TraceEntry]:
     return trace
 
 
-@pytest.mark.parametrize("over", ["sequence", "previous_batch"])
-def test_a_packed_step_is_the_step_on_each_document_by_itself(over: str):
-    config = packed(1, over=over)
+@pytest.mark.parametrize(("over", "mtp"), [("sequence", 0), ("sequence", 2), ("previous_batch", 1)])
+def test_a_packed_step_is_the_step_on_each_document_by_itself(over: str, mtp: int):
+    config = packed(1, mtp, over=over)
     (found,) = one_step(single_rank_world(), [config])
     assert first_mismatch(one_by_one(config), [found], 1e-12) is None
 
