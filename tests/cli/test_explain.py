@@ -83,7 +83,7 @@ def test_packing_is_shown_where_sequences_are_no_windows(capsys: pytest.CaptureF
     assert "packing" not in capsys.readouterr().out
     assert run_command_line(["explain", "tiny", "--data.packing", "first_fit", "--data.attend", "document"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "packing: whole documents by first-fit in bins of 256 tokens, 16 bins a batch" in shown
+    assert "packing: whole documents by first-fit in bins of 256 tokens, 8 bins a batch" in shown
 
 
 def test_rules_and_groups_are_shown_where_they_are_not_the_default(capsys: pytest.CaptureFixture[str]):
