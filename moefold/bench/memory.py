@@ -257,7 +257,7 @@ def forward_figures(run: Run) -> Row:
     [part] = batch.microbatches(train.micro_batch)
     [stage] = model.stages
     steps = model.steps(stage)
-    carry = model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS)
+    carry = model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS, filled_B=part.filled_B)
     synchronize_device(train.device)
     begun = time.perf_counter()
     with saved_tensors_hooks(pack, attrgetter("tensor")):

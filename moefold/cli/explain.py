@@ -127,6 +127,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "parameters_ahead": mtp_parameters(model),
         "train_flops_per_token": train_flops_per_token(model, config.data.seq_len),
         "seq_len": config.data.seq_len,
+        "packing": describe_packing(config),
         "facts": asdict(facts),
         "grids": grids,
         "pipeline": pipeline_placement(config),
@@ -144,6 +145,18 @@ def explain_config(config: Config, ranks: int) -> Description:
         "shard": describe_sharding(config, ranks),
         "memory": planned_memory(config, ranks),
     }
+
+
+def describe_packing(config: Config) -> str | None:
+    """What a packed sequence is; None where sequences are windows."""
+    data = config.data
+    if data.packing == "windows":
+        return None
+    fit = data.packing.replace("_", "-")
+    return (
+        f"whole documents by {fit} in bins of {data.seq_len} tokens, {config.train.global_batch} bins a batch; longer "
+        "documents are cut; padding has no label"
+    )
 
 
 def describe_sharding(config: Config, ranks: int) -> Description | None:
@@ -393,6 +406,8 @@ def optimizer_description(config: Config) -> Description:
 def print_explanation(explanation: Description) -> None:
     console = Console()
     console.print(model_headline(explanation))
+    if explanation["packing"]:
+        console.print(escape(f"packing: {explanation['packing']}"))
     for name, sizes in explanation["grids"].items():
         axes = [f"{axis} {size}" for axis, size in sizes.items()]
         console.print(f"{name} grid: {' x '.join(axes)}")

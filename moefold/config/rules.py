@@ -209,6 +209,28 @@ def source_has_documents(c: ConfigOnRanks) -> bool:
 
 
 @CROSS_FIELD_RULES.rule(
+    "packed documents attend within themselves",
+    ("data.packing", "data.attend"),
+    why="documents of one bin have nothing to do with each other",
+    fix="set data.attend to document",
+)
+def packed_documents_attend_within(c: ConfigOnRanks) -> bool:
+    return c.data.packing == "windows" or c.data.attend == "document"
+
+
+@CROSS_FIELD_RULES.rule(
+    "packed documents are routed by themselves",
+    ("data.packing", "model.moe.router.kind", "model.moe.capacity.factor"),
+    why="choices over whole bins would depend on how documents are packed",
+    fix="set data.packing to windows",
+)
+def packed_documents_are_routed_alone(c: ConfigOnRanks) -> bool:
+    moe = c.model.moe
+    is_alone = moe.router.kind == "token_choice" and not moe.capacity.factor
+    return c.data.packing == "windows" or is_alone
+
+
+@CROSS_FIELD_RULES.rule(
     "documents need all keys",
     ("data.attend", "parallel.cp", "parallel.context"),
     why="ring attention has no document boundaries for the key blocks of other ranks",

@@ -201,6 +201,9 @@ class DataConfig:
     attend: Literal["sequence", "document"] = key(
         "sequence", "causal attention over the whole sequence, or within each document only"
     )
+    packing: Literal["windows", "first_fit", "best_fit"] = key(
+        "windows", "sequences are windows of the joined text, or whole documents packed into bins of seq_len"
+    )
 
 
 @dataclass(frozen=True)

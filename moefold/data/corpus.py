@@ -12,7 +12,9 @@ from moefold.config.run import DataConfig
 from moefold.data.document_split import join_documents, single_document_start, smallest_dtype, split_documents
 from moefold.data.documents import source_entries
 from moefold.data.entries import BadEntries, entry_documents
-from moefold.data.sequences import RowSequences
+from moefold.data.mixture import WHOLE, Mixture
+from moefold.data.packed_sequences import PackedSequences, PackedSource
+from moefold.data.sequences import MemoryDocuments, RowSequences
 from moefold.data.tokenizer import Tokenizer
 
 ZIPF_LENGTH = 1 << 22  # tokens of the synthetic corpus
@@ -31,6 +33,14 @@ class Corpus:
     def train_sequences(self, data: DataConfig, seed: int, batch: int) -> RowSequences:
         starts = self.train_starts if data.attend == "document" else None
         return RowSequences(self.train, data.seq_len, seed, starts)
+
+    def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
+        windows = self.train_sequences(data, seed, batch)
+        documents = MemoryDocuments(self.train, self.train_starts, seed)
+        digest = self.fingerprint()
+        source = PackedSource(digest, documents)
+        mixture = Mixture(WHOLE, batch)
+        return PackedSequences(windows, [source], mixture, batch, data.packing)
 
     def held_out_sequences(self, data: DataConfig) -> RowSequences:
         """Validation has the same sequences in every run: its seed is 0."""

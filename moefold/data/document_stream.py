@@ -123,6 +123,8 @@ class DocumentStream:
         self.seq_len = seq_len
         self.keys = keys
         self.tokens = sum(place.facts.tokens for place in places)
+        documents = sum(place.facts.documents for place in places)
+        self.predicted = self.tokens - documents  # each has a token of its document before it
         self.shards = OpenShards(places)
         self.epochs = Recent(self.plan_epoch, KEPT_CHAPTERS)
         self.orders = Recent(self.shuffle_documents, KEPT_CHAPTERS)
@@ -194,6 +196,14 @@ class DocumentStream:
             inside += count
             document += 1
         return filled
+
+    def document_end(self, position: int) -> int:
+        """Where the document of a token of the row ends."""
+        key = self.chapter_at(position)
+        begin = self.chapter(key).begin
+        ends = self.orders.get(key).ends
+        document = np.searchsorted(ends, position - begin, side="right")
+        return begin + int(ends[document])
 
     def chapter(self, key: ChapterKey) -> Chapter:
         plan = self.epochs.get(key.epoch)

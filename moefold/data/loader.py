@@ -5,14 +5,14 @@ that number continues with the same sequences: exact resume, also in the middle 
 
 B sequences of S tokens; labels are the tokens shifted by one. Where tokens attend within documents, a batch also has
 the position at which each token's document begins, and the last token of a document has label IGNORE_INDEX: it must not
-predict the next document.
+predict the next document. Packed sequences end in padding, whose labels are IGNORE_INDEX too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.host_copies import ToDevice, UploadStream
+from moefold.data.packed_sequences import PackedSequences
 from moefold.data.sequences import Sequences
 from moefold.layout.axes import Axis
 from moefold.layout.labels import IGNORE_INDEX
@@ -37,6 +38,8 @@ class Batch:
     first: int | Tensor = 0  # the number of its first sequence in the run's order; the others follow
     begins_BS: Tensor | None = None  # the position at which a token's document begins; None: one document
     imposed: Mapping[int, Tensor] = field(default_factory=dict)  # by MoE layer: expert ids (B, S, K) to use
+    filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
+    waste: float | None = None  # the share of the global batch that is padding, likewise
 
     def microbatches(self, size: int) -> Iterator[Batch]:
         sequences = len(self.tokens_BS)
@@ -50,8 +53,11 @@ class Batch:
             imposed: dict[int, Tensor] = {}
             for layer, ids_BSK in self.imposed.items():
                 imposed[layer] = ids_BSK[rows]
+            filled_B = self.filled_B
+            if filled_B is not None:
+                filled_B = filled_B[rows]
             first = self.first + start
-            yield Batch(tokens_BS, labels_BS, first, begins_BS, imposed)
+            yield Batch(tokens_BS, labels_BS, first, begins_BS, imposed, filled_B)
 
 
 class RoutingSource(Protocol):
@@ -74,6 +80,7 @@ class BatchLoader:
         device: torch.device,
     ):
         self.sequences = sequences
+        self.packed = sequences if isinstance(sequences, PackedSequences) else None
         self.batch = batch
         self.dp = dp
         self.uploads = UploadStream(device)
@@ -91,6 +98,8 @@ class BatchLoader:
             upload = self.begin_next_upload()
         first = self.first_sequence(self.consumed, self.batch)
         batch = self.receive_batch(upload, first)
+        if self.packed is not None:
+            batch = replace(batch, waste=self.packed.waste(self.consumed))
         self.consumed += self.batch
         self.prefetched = None
         if self.uploads.stream is not None:
@@ -127,9 +136,12 @@ class BatchLoader:
         begins = None
         if self.sequences.has_documents:
             begins = others.pop(0)
+        filled = None
+        if self.packed is not None:
+            filled = others.pop(0)
         layers = self.replay.layers if self.replay else []
         imposed = dict(zip(layers, others, strict=True))
-        return Batch(tokens, labels, first, begins, imposed)
+        return Batch(tokens, labels, first, begins, imposed, filled)
 
     def sequences_per_rank(self, count: int) -> int:
         """Sequences in each rank's share of `count`, rounded up: every rank runs the same number of forward passes.
@@ -141,30 +153,23 @@ class BatchLoader:
         return consumed + self.dp.index * share
 
     def assemble_batch(self, consumed: int, count: int) -> Arrays:
-        """Tokens, labels and, if needed, document begins and replayed choices."""
+        """Tokens, labels and, if needed, document begins, filled tokens and replayed choices."""
         first = self.first_sequence(consumed, count)
         share = self.sequences_per_rank(count)
         numbers = range(first, first + share)
-        sequences = self.sequences
         with self.reading:
-            windows = [sequences.window(number) for number in numbers]
-        ids = [window.ids for window in windows]
-        rows = np.stack(ids, dtype=np.int64)
-        # Labels are the tokens shifted by one.
-        tokens = rows[:, :-1].copy()
-        labels = rows[:, 1:].copy()
-        wanted = max(0, consumed + count - first)  # the rows behind are surplus
+            sequences = [self.sequences.arrays(number) for number in numbers]
+        tokens = np.stack([each.tokens for each in sequences])
+        labels = np.stack([each.labels for each in sequences])
+        wanted = max(0, consumed + count - first)  # the sequences behind are surplus
         labels[wanted:] = IGNORE_INDEX
         arrays = [tokens, labels]
-        if sequences.has_documents:
-            window_begins = [window.begins for window in windows]
-            begins = np.stack(window_begins)
-            # A label that begins a document must not be predicted from the document before.
-            next_positions = np.arange(1, sequences.seq_len + 1)
-            begins_document = begins[:, 1:] == next_positions
-            labels[begins_document] = IGNORE_INDEX
-            token_begins = begins[:, :-1]
-            arrays.append(token_begins.copy())
+        begins = [each.begins for each in sequences if each.begins is not None]
+        if begins:
+            arrays.append(np.stack(begins))
+        filled = [each.filled for each in sequences if each.filled is not None]
+        if filled:
+            arrays.append(np.asarray(filled))
         return arrays + self.replayed_choices(consumed, count)
 
     def replayed_choices(self, consumed: int, count: int) -> list[np.ndarray]:

@@ -20,6 +20,8 @@ from moefold.config.mixture_weights import WeightPhase
 
 LONGEST_PERIOD = 65_536
 
+WHOLE = [WeightPhase(0, (Fraction(1),))]  # one source
+
 Appointments = list[tuple[int, int]]  # slots and sources
 
 

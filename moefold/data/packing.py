@@ -1,4 +1,4 @@
-"""The packing plan of a global batch: samples of many lengths in bins of equal capacity, with little waste. Torch-free.
+"""The packing plan of a batch: samples of many lengths in bins of equal capacity, with little waste. Torch-free.
 
     stream    [long sample][s][sample][sa][longer sample][s] ...
     waiting   samples that were taken from the stream and did not fit yet, the look-ahead among them
@@ -12,112 +12,105 @@ the state before it alone: a run that resumes from a saved state goes on with th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 LONGEST_WAIT = 4  # batches
+LEAST_AHEAD = 0.5  # of a batch
+BINS_AHEAD = 8
 
 
 class PackingShape(NamedTuple):
-    """Bins of a batch and tokens of a bin. Samples are padded to `multiple`, for context parallelism. `look_ahead`:
-    tokens that may wait, as a share of those of a batch."""
+    """Bins of a batch and tokens of a bin; `fit` is first_fit or best_fit."""
 
     bins: int
     capacity: int
-    multiple: int = 1
-    look_ahead: float = 0.5
-    fit: Literal["first", "best"] = "best"
+    fit: str = "best_fit"
+
+    @property
+    def wanted(self) -> float:
+        """Tokens to choose from: those of a batch and of the look-ahead, which has at least a few bins."""
+        ahead = max(LEAST_AHEAD * self.bins, BINS_AHEAD)
+        return (self.bins + ahead) * self.capacity
 
 
-class WaitingSample(NamedTuple):
-    """A sample that was taken from the stream, and the batches that it did not fit in."""
+class Sample(NamedTuple):
+    """A sample by its place in the stream; `batches`: those that it was taken for and did not fit in."""
 
-    number: int
-    batches: int
+    start: int
+    length: int
+    batches: int = 0
+
+
+class TakenSample(NamedTuple):
+    """The next sample of a stream, and the place behind it."""
+
+    sample: Sample
+    following: int
 
 
 class PackingState(NamedTuple):
-    """Between two batches: the next sample of the stream, and those that wait."""
+    """Between two batches: the place of the next sample in the stream, and the samples that wait."""
 
     following: int = 0
-    waiting: tuple[WaitingSample, ...] = ()
+    waiting: tuple[Sample, ...] = ()
 
 
-class PackedBatch(NamedTuple):
-    """The samples of each bin, in the order of the stream; the share of all tokens that is padding."""
+class PackedBins(NamedTuple):
+    """The samples of each bin, in the order of the stream; the tokens of all of them."""
 
-    bins: list[list[int]]
-    waste: float
-
-
-Lengths = Callable[[int], int]
+    bins: list[list[Sample]]
+    used: int
 
 
-def pack_next(state: PackingState, length_of: Lengths, shape: PackingShape) -> tuple[PackedBatch, PackingState]:
+TakeSample = Callable[[int], TakenSample]  # from a place in the stream on
+
+
+def pack_next(state: PackingState, take: TakeSample, shape: PackingShape) -> tuple[PackedBins, PackingState]:
     """The plan of the next batch, and the state behind it."""
-    pool, following = take_samples(state, length_of, shape)
+    pool, following = take_samples(state, take, shape)
     rooms = np.full(shape.bins, shape.capacity)
-    bins: list[list[int]] = [[] for _ in range(shape.bins)]
-    left: list[WaitingSample] = []
+    bins: list[list[Sample]] = [[] for _ in range(shape.bins)]
+    left: list[Sample] = []
     used = 0
-    for sample in placing_order(pool, length_of):
-        length = length_of(sample.number)
-        padded = padded_length(length, shape)
-        place = find_room(rooms, padded, shape.fit)
+    for sample in sorted(pool, key=placing_rank):
+        place = find_room(rooms, sample.length, shape.fit)
         if place is None:
-            waiting = WaitingSample(sample.number, sample.batches + 1)
+            waiting = sample._replace(batches=sample.batches + 1)
             left.append(waiting)
             continue
-        rooms[place] -= padded
-        bins[place].append(sample.number)
-        used += length
+        rooms[place] -= sample.length
+        bins[place].append(sample)
+        used += sample.length
     for samples in bins:
         samples.sort()
-    capacity = shape.bins * shape.capacity
-    waste = 1 - used / capacity
     behind = PackingState(following, tuple(sorted(left)))
-    return PackedBatch(bins, waste), behind
+    return PackedBins(bins, used), behind
 
 
-def take_samples(state: PackingState, length_of: Lengths, shape: PackingShape) -> tuple[list[WaitingSample], int]:
+def take_samples(state: PackingState, take: TakeSample, shape: PackingShape) -> tuple[list[Sample], int]:
     """Those that wait and the next ones of the stream, until a batch and its look-ahead are full. Returns also the
-    sample behind them."""
-    capacity = shape.bins * shape.capacity
-    wanted = capacity * (1 + shape.look_ahead)
+    place behind them."""
     pool = list(state.waiting)
     following = state.following
-    tokens = 0
-    for sample in pool:
-        length = length_of(sample.number)
-        tokens += padded_length(length, shape)
-    while tokens < wanted:
-        length = length_of(following)
-        padded = padded_length(length, shape)
-        if padded > shape.capacity:
-            raise ValueError(f"sample {following} has {length} tokens; expected at most {shape.capacity}: cut it")
-        sample = WaitingSample(following, 0)
+    tokens = sum(sample.length for sample in pool)
+    while tokens < shape.wanted:
+        sample, following = take(following)
+        if sample.length > shape.capacity:
+            raise ValueError(
+                f"sample {sample.start} has {sample.length} tokens; expected at most {shape.capacity}: cut it"
+            )
         pool.append(sample)
-        tokens += padded
-        following += 1
+        tokens += sample.length
     return pool, following
 
 
-def padded_length(length: int, shape: PackingShape) -> int:
-    multiples = -(-length // shape.multiple)
-    return multiples * shape.multiple
-
-
-def placing_order(pool: list[WaitingSample], length_of: Lengths) -> list[WaitingSample]:
-    """Samples that have waited long, in the order of the stream, then the others, longest first."""
-
-    def rank(sample: WaitingSample) -> tuple[bool, int, int]:
-        is_patient = sample.batches < LONGEST_WAIT
-        length = length_of(sample.number)
-        shortness = -length if is_patient else 0
-        return is_patient, shortness, sample.number
-
-    return sorted(pool, key=rank)
+def placing_rank(sample: Sample) -> tuple[bool, int, int]:
+    """Samples that have waited long first, in the order of the stream, then the others, longest first."""
+    is_patient = sample.batches < LONGEST_WAIT
+    shortness = -sample.length if is_patient else 0
+    return is_patient, shortness, sample.start
 
 
 def find_room(rooms: np.ndarray, length: int, fit: str) -> int | None:
@@ -126,7 +119,7 @@ def find_room(rooms: np.ndarray, length: int, fit: str) -> int | None:
     place = int(np.argmax(fits))
     if not fits[place]:
         return None
-    if fit == "best":
+    if fit == "best_fit":
         none = rooms.max() + 1
         candidates = np.where(fits, rooms, none)
         place = int(np.argmin(candidates))

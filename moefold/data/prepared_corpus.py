@@ -7,23 +7,21 @@ mixture says which of them gives each sequence. Held-out shards of all folders a
 from __future__ import annotations
 
 from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from moefold.config.errors import UserError
-from moefold.config.mixture_weights import WeightPhase, parse_weights
+from moefold.config.mixture_weights import parse_weights
 from moefold.config.run import DataConfig
 from moefold.data.corpus import refuse_large_tokenizer
 from moefold.data.document_stream import DocumentStream, ShardPlace, shard_places
-from moefold.data.mixture import Mixture
+from moefold.data.mixture import WHOLE, Mixture
+from moefold.data.packed_sequences import PackedSequences, PackedSource
 from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index, saved_tokenizer, vocabulary_digest
 from moefold.data.sequences import MixedSequences, NamedStream
 from moefold.data.shards import require_size
 from moefold.data.shuffle import mix_keys
 from moefold.data.tokenizer import Tokenizer
-
-WHOLE = [WeightPhase(0, (Fraction(1),))]
 
 
 class PreparedSource(NamedTuple):
@@ -57,6 +55,11 @@ class PreparedCorpus:
             streams.append(stream)
         mixture = Mixture(phases, batch)
         return mix_streams(streams, mixture, data)
+
+    def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
+        windows = self.train_sequences(data, seed, batch)
+        sources = [PackedSource(source.digest, source.stream) for source in windows.sources]
+        return PackedSequences(windows, sources, windows.mixture, batch, data.packing)
 
     def held_out_sequences(self, data: DataConfig) -> MixedSequences:
         stream = make_stream(self.sources, "held_out", data.seq_len, seed=0)

@@ -30,3 +30,11 @@ class Recent(Generic[K, V]):
         if len(kept) > self.most:
             kept.popitem(last=False)
         return kept[key]
+
+
+def keep_newest(values: dict[K, V], key: K, value: V, most: int) -> None:
+    """Add a value; beyond `most` of them, forget those that were added first."""
+    values.pop(key, None)
+    values[key] = value
+    for oldest in list(values)[:-most]:
+        del values[oldest]

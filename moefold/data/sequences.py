@@ -12,6 +12,19 @@ import numpy as np
 
 from moefold.data.document_stream import DocumentStream, Window
 from moefold.data.mixture import Mixture
+from moefold.data.recent import Recent
+from moefold.data.shuffle import shuffled_order
+from moefold.layout.labels import IGNORE_INDEX
+
+
+class SequenceArrays(NamedTuple):
+    """A sequence as a batch has it. `begins`: where each token's document begins, if tokens attend within documents.
+    `filled`: the tokens before the padding, in a packed sequence."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    begins: np.ndarray | None = None
+    filled: int | None = None
 
 
 class Sequences(Protocol):
@@ -23,7 +36,7 @@ class Sequences(Protocol):
     seq_len: int
     has_documents: bool
 
-    def window(self, number: int) -> Window: ...
+    def arrays(self, number: int) -> SequenceArrays: ...
 
     def source_counts(self, number: int) -> dict[str, int]:
         """By the digest of a source: the sequences it has given before sequence `number`. Empty for text in memory."""
@@ -53,6 +66,10 @@ class RowSequences:
         self.tokens = len(row)
         self.windows = (len(row) - 1) // seq_len
 
+    def arrays(self, number: int) -> SequenceArrays:
+        window = self.window(number)
+        return arrays_of_window(window, self.has_documents)
+
     def window(self, number: int) -> Window:
         start = self.start_of_sequence(number)
         end = start + self.seq_len + 1
@@ -76,6 +93,19 @@ class RowSequences:
         return {}
 
 
+def arrays_of_window(window: Window, has_documents: bool) -> SequenceArrays:
+    """Tokens of a window, with the tokens one place on for labels. A label that begins a document must not be predicted
+    from the document before."""
+    ids = window.ids.astype(np.int64)
+    tokens, labels = ids[:-1], ids[1:].copy()
+    if not has_documents:
+        return SequenceArrays(tokens, labels)
+    next_positions = np.arange(1, len(ids))
+    begins_document = window.begins[1:] == next_positions
+    labels[begins_document] = IGNORE_INDEX
+    return SequenceArrays(tokens, labels, window.begins[:-1])
+
+
 def document_begins(
     starts: np.ndarray,
     start: int,
@@ -95,6 +125,55 @@ def epoch_permutation(seed: int, epoch: int, windows: int) -> np.ndarray:
     bits = np.random.PCG64([seed, epoch])
     generator = np.random.Generator(bits)
     return generator.permutation(windows)
+
+
+class DocumentOrder(NamedTuple):
+    """The documents of an epoch in their order: where each ends, and the distance to its place in the array."""
+
+    ends: np.ndarray
+    distances: np.ndarray
+
+
+class MemoryDocuments:
+    """The documents of one array of tokens in random order, epoch after epoch, as one row without end."""
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        seed: int,
+    ):
+        self.tokens = tokens
+        self.starts = starts
+        self.seed = seed
+        self.predicted = len(tokens) - len(starts)
+        self.orders = Recent(self.shuffle_documents, 2)
+
+    def shuffle_documents(self, epoch: int) -> DocumentOrder:
+        order = shuffled_order(len(self.starts), self.seed, epoch)
+        lengths = np.diff(self.starts, append=len(self.tokens))
+        shuffled = lengths[order]
+        ends = np.cumsum(shuffled)
+        begins = ends - shuffled
+        return DocumentOrder(ends, self.starts[order] - begins)
+
+    def document_end(self, position: int) -> int:
+        """Where the document of a token of the row ends."""
+        epoch, inside = divmod(position, len(self.tokens))
+        ends = self.orders.get(epoch).ends
+        document = np.searchsorted(ends, inside, side="right")
+        return position - inside + int(ends[document])
+
+    def read(self, start: int, end: int) -> Window:
+        """Tokens of the row, of one document."""
+        epoch, inside = divmod(start, len(self.tokens))
+        order = self.orders.get(epoch)
+        document = np.searchsorted(order.ends, inside, side="right")
+        first = inside + int(order.distances[document])
+        length = end - start
+        ids = self.tokens[first : first + length]
+        begins = np.zeros(length, dtype=np.int32)
+        return Window(ids, begins)
 
 
 class NamedStream(NamedTuple):
@@ -122,6 +201,10 @@ class MixedSequences:
         sizes = [source.stream.tokens for source in sources]
         self.tokens = sum(sizes)
         self.windows = (self.tokens - 1) // seq_len
+
+    def arrays(self, number: int) -> SequenceArrays:
+        window = self.window(number)
+        return arrays_of_window(window, self.has_documents)
 
     def window(self, number: int) -> Window:
         place = self.mixture.place(number)

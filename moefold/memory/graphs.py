@@ -89,7 +89,8 @@ class StaticBatch:
             name = imposed_name(layer)
             imposed[layer] = self.tensors[name]
         self.first = torch.zeros((), dtype=torch.int64, device=tokens_BS.device)
-        self.batch = Batch(tokens_BS, labels_BS, self.first, begins_BS, imposed)
+        filled_B = self.tensors.get("filled")
+        self.batch = Batch(tokens_BS, labels_BS, self.first, begins_BS, imposed, filled_B)
 
     def fill(self, batch: Batch) -> None:
         tensors = tensors_of_batch(batch)
@@ -105,6 +106,8 @@ def tensors_of_batch(batch: Batch) -> NamedTensors:
     tensors["labels"] = batch.labels_BS
     if batch.begins_BS is not None:
         tensors["begins"] = batch.begins_BS
+    if batch.filled_B is not None:
+        tensors["filled"] = batch.filled_B
     for layer, ids_BSK in batch.imposed.items():
         name = imposed_name(layer)
         tensors[name] = ids_BSK

@@ -47,19 +47,28 @@ class MtpLayer(nn.Module):
         return self.join(joined_TD)
 
 
-def tokens_shifted_by(tokens_BS: Tensor, depth: int) -> Tensor:
-    """The token `depth` places on; behind the end, where no label follows, any."""
-    later_BS = tokens_BS[:, depth:]
-    behind = (0, depth)
-    return F.pad(later_BS, behind)
+def tokens_shifted_by(tokens_BS: Tensor, depth: int, begins_BS: Tensor | None = None) -> Tensor:
+    """The token `depth` places on; behind the end of the sequence or document, where no label follows, token 0."""
+    return shifted_within(tokens_BS, depth, begins_BS, 0)
 
 
-def labels_shifted_by(labels_BS: Tensor, depth: int) -> Tensor:
-    """The label `depth` places on, IGNORED where any up to it is missing."""
-    one_behind = (0, 1)
+def labels_shifted_by(labels_BS: Tensor, depth: int, begins_BS: Tensor | None = None) -> Tensor:
+    """The label `depth` places on, IGNORED where any up to it is missing or belongs to another document."""
     for _ in range(depth):
-        later_BS = labels_BS[:, 1:]
-        next_BS = F.pad(later_BS, one_behind, value=IGNORE_INDEX)
+        next_BS = shifted_within(labels_BS, 1, begins_BS, IGNORE_INDEX)
         missing_BS = labels_BS == IGNORE_INDEX
         labels_BS = next_BS.masked_fill(missing_BS, IGNORE_INDEX)
     return labels_BS
+
+
+def shifted_within(x_BS: Tensor, depth: int, begins_BS: Tensor | None, behind: int) -> Tensor:
+    """What is `depth` places on, and `behind` where the sequence or document ends before."""
+    later_BS = x_BS[:, depth:]
+    at_end = (0, depth)
+    shifted_BS = F.pad(later_BS, at_end, value=behind)
+    if begins_BS is None:
+        return shifted_BS
+    later_begins_BS = begins_BS[:, depth:]
+    shifted_begins_BS = F.pad(later_begins_BS, at_end, value=-1)
+    is_other_BS = shifted_begins_BS != begins_BS
+    return shifted_BS.masked_fill(is_other_BS, behind)

@@ -30,7 +30,9 @@ class TokenShard:
     device: torch.device
     first: int | Tensor = 0  # the number of the first sequence in the run's order, the same on any layout
     begins_BS: Tensor | None = None  # where the document of each position begins, if tokens see no other
+    filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
     span: TokenSpan = field(init=False)  # which tokens of its cp rank's sequences this rank has
+    is_packed: bool = field(init=False)
 
     def __post_init__(self):
         length = self.length // self.cp.size
@@ -38,6 +40,8 @@ class TokenShard:
         first = self.tp.index * tokens
         span = TokenSpan(self.sequences, length, first)
         object.__setattr__(self, "span", span)
+        is_packed = self.filled_B is not None
+        object.__setattr__(self, "is_packed", is_packed)
 
     @property
     def local_positions(self) -> Tensor:
@@ -93,11 +97,36 @@ class TokenShard:
 
     @property
     def number_BS(self) -> Tensor:
+        first = self.first * self.length
+        return self.place_BS + first
+
+    @property
+    def place_BS(self) -> Tensor:
+        """The numbers of all positions of the microbatch, sequence after sequence."""
         count = self.sequences * self.length
         numbers = torch.arange(count, device=self.device)
-        by_sequence = numbers.view(self.sequences, -1)
-        first = self.first * self.length
-        return by_sequence + first
+        return numbers.view(self.sequences, -1)
+
+    @property
+    def is_padding_T(self) -> Tensor:
+        """For each token of this rank, whether it is behind the samples of a packed sequence."""
+        assert self.filled_B is not None
+        position_S = torch.arange(self.length, device=self.device)
+        filled_B1 = self.filled_B[:, None]
+        return self.slice_for_rank(position_S >= filled_B1)
+
+    @property
+    def sample_place_T(self) -> Tensor:
+        """For each token of this rank, where its sample begins among all positions of the microbatch."""
+        assert self.begins_BS is not None
+        first_B1 = self.place_BS[:, :1]
+        return self.slice_for_rank(first_B1 + self.begins_BS)
+
+    @property
+    def single_tokens(self) -> TokenSpan:
+        """This rank's tokens, each a sequence of its own."""
+        count = self.sequences * self.span.length // self.tp.size
+        return TokenSpan(count, 1)
 
     def numbers_of_rows(self, rows: int) -> Tensor:
         """Numbers of this rank's own tokens, or of all tokens of its cp rank, whichever are so many."""
@@ -130,13 +159,17 @@ class TokenShard:
 
 
 def make_token_shard(
-    tokens_BS: Tensor, world: World, first: int | Tensor = 0, begins_BS: Tensor | None = None
+    tokens_BS: Tensor,
+    world: World,
+    first: int | Tensor = 0,
+    begins_BS: Tensor | None = None,
+    filled_B: Tensor | None = None,
 ) -> TokenShard:
     sequences, length = tokens_BS.shape
     cp = world.axis("cp")
     tp = world.axis("tp")
     device = tokens_BS.device
-    return TokenShard(sequences, length, cp, tp, device, first, begins_BS)
+    return TokenShard(sequences, length, cp, tp, device, first, begins_BS, filled_B)
 
 
 def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:

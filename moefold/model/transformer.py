@@ -102,9 +102,10 @@ class Transformer(nn.Module):
         first: int | Tensor = 0,
         begins_BS: Tensor | None = None,
         imposed: ImposedExperts | None = None,
+        filled_B: Tensor | None = None,
     ) -> Carry:
         """The carry of a microbatch before the first step."""
-        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS)
+        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS, filled_B)
         any_weight = next(self.parameters())
         wide = torch.promote_types(any_weight.dtype, torch.float32)
         no_loss = tokens_BS.new_zeros((), dtype=wide)
@@ -134,7 +135,7 @@ class Transformer(nn.Module):
         shard = carry["token_shard"]
         tokens_BS = carry["tokens_BS"]
         depth = layer.depth
-        next_tokens_BS = tokens_shifted_by(tokens_BS, depth)
+        next_tokens_BS = tokens_shifted_by(tokens_BS, depth, shard.begins_BS)
         next_tokens_C = shard.slice_for_cp_rank(next_tokens_BS)
         streams = self.normed_streams(carry)
         token_TD = self.embedding(next_tokens_C)
@@ -238,11 +239,12 @@ class Transformer(nn.Module):
         first: int | Tensor = 0,
         begins_BS: Tensor | None = None,
         imposed: ImposedExperts | None = None,
+        filled_B: Tensor | None = None,
     ) -> MicrobatchLosses:
         """`first` is the number of the first sequence in the run's order. `begins_BS` is where the document of each
         token begins, if attention stays within documents. `imposed` are expert ids (B, S, K) by layer that replace the
-        routers' choices."""
-        carry = self.begin(tokens_BS, labels_BS, first, begins_BS, imposed)
+        routers' choices. `filled_B` are the tokens of packed sequences before their padding."""
+        carry = self.begin(tokens_BS, labels_BS, first, begins_BS, imposed, filled_B)
         for stage in self.stages:
             steps = self.steps(stage)
             carry = run_step_sequence(steps, carry)
@@ -271,10 +273,10 @@ class Transformer(nn.Module):
         in_order_SBV = gathered_SBV[shard.sequence_order]
         return in_order_SBV.transpose(0, 1)
 
-    def labelled_token_counts(self, labels_BS: Tensor) -> Tensor:
+    def labelled_token_counts(self, labels_BS: Tensor, begins_BS: Tensor | None = None) -> Tensor:
         """The number of this cp rank's tokens that have a label, for `cross_entropy` and each loss of `ahead_M`: (1 +
         M,)."""
-        shard = make_token_shard(labels_BS, self.world)
+        shard = make_token_shard(labels_BS, self.world, begins_BS=begins_BS)
         counts = []
         losses = 1 + self.model.mtp
         for depth in range(losses):
@@ -306,7 +308,7 @@ class Transformer(nn.Module):
 
 def labels_ahead(labels_BS: Tensor, depth: int, shard: TokenShard) -> Tensor:
     """The labels `depth` tokens further ahead, of this cp rank's tokens: (C,)."""
-    shifted_BS = labels_shifted_by(labels_BS, depth)
+    shifted_BS = labels_shifted_by(labels_BS, depth, shard.begins_BS)
     return shard.slice_for_cp_rank(shifted_BS)
 
 

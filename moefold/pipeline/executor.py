@@ -363,7 +363,8 @@ class StepRun:
         """The carry at the beginning of a stage."""
         part = self.parts[op.microbatch]
         model = self.executor.model
-        carry = model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS, part.imposed)
+        texts = (part.tokens_BS, part.labels_BS)
+        carry = model.begin(*texts, part.first, part.begins_BS, part.imposed, part.filled_B)
         if op.stage > 0:
             stream, *aside = self.received_streams(op)
             carry["stream"] = ResidualStream(stream)

@@ -198,10 +198,12 @@ def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus | PreparedCorpus
 
 
 def make_loaders(config: Config, corpus: Corpus | PreparedCorpus, world: World) -> tuple[BatchLoader, BatchLoader]:
-    """The loaders of training and of validation."""
+    """The loaders of training and of validation, which reads windows with any packing."""
     train = config.train
     where = (world.axis("dp"), world.device)
-    sequences = corpus.train_sequences(config.data, train.seed, train.global_batch)
+    is_packed = config.data.packing != "windows"
+    make_sequences = corpus.packed_sequences if is_packed else corpus.train_sequences
+    sequences = make_sequences(config.data, train.seed, train.global_batch)
     held_out = corpus.held_out_sequences(config.data)
     loader = BatchLoader(sequences, train.global_batch, *where)
     validation = BatchLoader(held_out, train.validate_sequences, *where)

@@ -33,7 +33,7 @@ def validation_loss(run: Run) -> float:
     run.executor.forward_only(parts, add_losses)
     run.model.train()
     loss_sum = sum_over_ranks(run, loss_sum)
-    own_1M = run.model.labelled_token_counts(batch.labels_BS)
+    own_1M = run.model.labelled_token_counts(batch.labels_BS, batch.begins_BS)
     labelled = all_reduce_no_grad(own_1M[0], world.dp_cp)
     mean = loss_sum / labelled.clamp(min=1)
     return mean.item()

@@ -270,6 +270,8 @@ class RunRecorder:
         values["tokens_per_s"] = round(speed, 1)
         tflops = speed * self.flops / 1e12
         values["tflops"] = round(tflops, 6)
+        if report.waste is not None:
+            values["waste"] = round(report.waste, 4)
         return values | balance
 
     def record_routing(self, report: StepReport) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
@@ -52,12 +53,15 @@ def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     """Begin a checkpoint of the run as it is now."""
     tensors = run_tensors(run)
     tensors |= rng_state_tensors(run.world)
-    state = {
+    state: dict[str, Any] = {
         "step": run.step,
         "consumed": run.loader.consumed,
         "sources": run.loader.sequences.source_counts(run.loader.consumed),
         "config": flat_settings(run.config),
     }
+    packed = run.loader.packed
+    if packed is not None:
+        state["packing"] = packed.packing_state(run.loader.consumed)
     saver.begin_save(run.step, tensors, state)
 
 
@@ -81,6 +85,21 @@ def refuse_other_mixture(run: Run, found: OpenedCheckpoint) -> None:
         )
 
 
+def restore_packing(run: Run, found: OpenedCheckpoint) -> None:
+    """Go on with the samples that wait in a checkpoint. Refuse one of a run whose samples were not packed, or packed
+    where these are not: some would be repeated, and others never seen."""
+    packed = run.loader.packed
+    saved = found.state.get("packing")
+    if (packed is None) != (saved is None):
+        before = "windows" if saved is None else "packed documents"
+        raise UserError(
+            f"data.packing = {run.config.data.packing}, but {found.path} has read {before}; keep data.packing as it "
+            f"was, or start a new run with its weights: --init-from {found.path}"
+        )
+    if packed is not None and saved is not None:
+        packed.restore(found.state["consumed"], saved)
+
+
 def resume_run(run: Run, source: str, say: Printer) -> bool:
     """Load a checkpoint. `auto`: the newest intact one of this run, if there is any; else the one at the path
     `source`. Returns whether the run continues."""
@@ -97,6 +116,7 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     changes = list(changed_settings(run.config, found))
     accept_changes(changes, found, say)
     refuse_other_mixture(run, found)
+    restore_packing(run, found)
     # Ranks that the saving run did not have keep their own random state; recipes may have changed.
     rng_state = rng_state_tensors(run.world)
     tensors = run_tensors(run) | rng_state

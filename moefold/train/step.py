@@ -45,6 +45,7 @@ class StepReport:
         loads: LayerLoads,
         operands: StageOperands | None = None,
         unit_norms: dict[str, Tensor] | None = None,
+        waste: float | None = None,
     ):
         self.number = number
         self.lr = lr
@@ -54,6 +55,7 @@ class StepReport:
         self.counts = [ToHost(count) for count in counts]
         self.operands = operands  # of FP8 products, in a step that records them
         self.units = {unit: ToHost(norm) for unit, norm in (unit_norms or {}).items()}
+        self.waste = waste  # the share of padding in a packed batch
         self.ended = DeviceTime(numbers.device)
 
     @cached_property
@@ -123,7 +125,8 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     outputs = take_device_part(run, batch)
     run.scale_histories.note_recorded()
     run.step = number
-    return StepReport(number, lr, begun, outputs.numbers, outputs.loads, outputs.operands, outputs.units)
+    numbers, loads, _, operands, units = outputs
+    return StepReport(number, lr, begun, numbers, loads, operands, units, batch.waste)
 
 
 def write_step_scalars(run: Run, number: int, lr: float) -> None:
@@ -219,7 +222,7 @@ def sum_over_ranks(run: Run, losses_1M: Tensor) -> Tensor:
 
 def count_labels(run: Run, batch: Batch) -> Tensor:
     """How many tokens of the global batch have a label to predict, one token ahead and further: (1 + M,)."""
-    own_1M = run.model.labelled_token_counts(batch.labels_BS)
+    own_1M = run.model.labelled_token_counts(batch.labels_BS, batch.begins_BS)
     return all_reduce_no_grad(own_1M.double(), run.world.dp_cp)
 
 
@@ -231,8 +234,15 @@ def loss_weights(run: Run, batch: Batch, tokens_1M: Tensor) -> LossWeights:
     own, ahead_M = tokens_1M[:1], tokens_1M[1:]
     weights_M = weight * own / ahead_M.clamp(min=1)
     weights_1M = torch.cat((torch.ones_like(own), weights_M))
-    all_tokens = batch.tokens_BS.numel() * run.world.axis("dp").size
-    return LossWeights(weights_1M, own[0] / all_tokens)
+    return LossWeights(weights_1M, own[0] / count_tokens(run, batch))
+
+
+def count_tokens(run: Run, batch: Batch) -> Tensor | int:
+    """How many tokens the global batch has, with a label or without; padding is none."""
+    dp = run.world.axis("dp")
+    if batch.filled_B is None:
+        return batch.tokens_BS.numel() * dp.size
+    return all_reduce_no_grad(batch.filled_B.sum().double(), dp)
 
 
 def survey_routing(run: Run, microbatches: list[Batch]) -> None:

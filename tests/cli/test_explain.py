@@ -42,6 +42,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "parameters_ahead",
         "train_flops_per_token",
         "seq_len",
+        "packing",
         "facts",
         "grids",
         "pipeline",
@@ -75,6 +76,14 @@ def assert_shown_is_the_whole(found: dict[str, Any]) -> None:
     assert 3 * sum(count * step["forward_flops_per_token"] for count, step in steps) == pytest.approx(
         found["train_flops_per_token"], rel=1e-12
     )
+
+
+def test_packing_is_shown_where_sequences_are_no_windows(capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["explain", "tiny"]) == 0
+    assert "packing" not in capsys.readouterr().out
+    assert run_command_line(["explain", "tiny", "--data.packing", "first_fit", "--data.attend", "document"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "packing: whole documents by first-fit in bins of 256 tokens, 8 bins a batch" in shown
 
 
 def test_rules_and_groups_are_shown_where_they_are_not_the_default(capsys: pytest.CaptureFixture[str]):

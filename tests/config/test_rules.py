@@ -294,6 +294,16 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--data.source=files", 1, "data.source = files"),
         ("--data.source=stdlib --data.files=a.txt,b.txt", 1, "data.files = a.txt,b.txt"),
     ],
+    "packed documents attend within themselves": [
+        ("--data.packing=best_fit", 1, "data.packing = best_fit"),
+    ],
+    "packed documents are routed by themselves": [
+        (
+            "--data.packing=first_fit --data.attend=document --model.moe.capacity.factor=1.5",
+            1,
+            "model.moe.capacity.factor = 1.5",
+        ),
+    ],
     "there are documents to attend within": [("--data.attend=document --data.source=zipf", 1, "data.source = zipf")],
     "documents need all keys": [
         ("--data.attend=document --parallel.cp=2", 2, "parallel.context = ring"),

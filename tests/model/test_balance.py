@@ -75,7 +75,7 @@ def loss(logits_TE: torch.Tensor, ids_TK: torch.Tensor, sequences: int, **moe: A
     load.count(counts_BE, ids_TK, ids_TK)
     remember_global_shares([load], ALONE)
     how = with_moe_keys(MoeConfig(), **{"experts": experts, "top_k": k, **moe})
-    return balance_losses(counts_BE, sums[0], sums[1], how, load, torch.nn.Identity())
+    return balance_losses(counts_BE, sums[0], sums[1], how, load, torch.nn.Identity(), where)
 
 
 @pytest.mark.parametrize("over", OVER)

@@ -53,3 +53,20 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped_and_a_changed_mixture
     code, log = train(folders, tmp_path / "parts", 6, "--resume", "auto")
     assert code == 0, log
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+
+
+def test_a_packed_run_goes_on_with_the_same_documents_on_two_ranks(folders: str, tmp_path: Path):
+    packed = ["--data.packing", "best_fit", "--data.attend", "document"]
+    code, log = train(folders, tmp_path / "whole", 5, *packed)
+    assert code == 0, log
+    assert train(folders, tmp_path / "parts", 3, *packed)[0] == 0
+    code, log = train(folders, tmp_path / "parts", 5, "--resume", "auto")
+    assert code == 2
+    assert "data.packing = windows, but" in log
+    code, log = train(folders, tmp_path / "parts", 5, *packed, "--resume", "auto", "--nproc", "2")
+    assert code == 0, log
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    for name in ("loss", "waste"):
+        expected = [line[name] for line in whole if name in line]
+        assert [line[name] for line in parts if name in line] == pytest.approx(expected, rel=1e-4)
+        assert len(expected) == 5

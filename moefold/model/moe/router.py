@@ -7,9 +7,9 @@ of how a batch is split over ranks; divided by the number of tokens, perfect bal
     device    the same with each expert's share replaced by the mean of its group's
     z         (log sum_e exp logit_e)^2: keeps logits small
 
-Choices are counted over a sequence, a microbatch (of a data-parallel rank), or the global batch. The global batch needs
-a forward pass of its own, since its counts are known only after the router has seen all of it; `previous_batch` uses
-the counts of the step before instead.
+Choices are counted over a sequence, or each sample of a packed one, over a microbatch (of a data-parallel rank), or
+over the global batch. The global batch needs a forward pass of its own, since its counts are known only after the
+router has seen all of it; `previous_batch` uses the counts of the step before instead.
 
 T tokens of B sequences, D width, E experts, K choices.
 """
@@ -32,6 +32,7 @@ from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.model.moe.capacity import drop_beyond_capacity, drops_choices
 from moefold.model.moe.jitter import multiply_by_jitter
+from moefold.model.moe.packed_samples import counts_of_samples, leave_out_padding
 from moefold.model.moe.sequence_choice import expert_choice, round_robin_experts, sinkhorn_choice
 from moefold.model.steps import inside_recompute
 from moefold.model.token_layout import TokenShard
@@ -68,8 +69,10 @@ class Router(DeclaringModule):
             imposed_TK = self.sequence_wide_choice(logits_TE, share)
         load = self.load
         bias_E = load.bias_E.to(logits_TE.dtype)
-        span = share.span
+        span = share.single_tokens if share.is_packed else share.span
         chosen = self.router_topk(logits_TE, bias_E, self.spec, imposed_TK, span)
+        if share.is_packed:
+            chosen = leave_out_padding(chosen, self.moe, share)
         weights_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
         routing = Routing(weights_TK, ids_TK)
         if self.drops_choices:
@@ -80,7 +83,7 @@ class Router(DeclaringModule):
         if load.record and not inside_recompute():
             load.record(ids_TK, share)
         sums = (counts_BE, shares_BE, squares_B)
-        losses = balance_losses(*sums, self.moe, load, self.sum_over_sharing)
+        losses = balance_losses(*sums, self.moe, load, self.sum_over_sharing, share)
         return routing, losses
 
     def logits(self, h_TD: Tensor, share: TokenShard) -> Tensor:
@@ -201,13 +204,14 @@ def balance_losses(
     moe: MoeConfig,
     load: ExpertLoad,
     sum_over_ranks: SumOverRanks,
+    share: TokenShard,
 ) -> Tensor:
     """This rank's summand of all losses of a layer's router, each with its weight, from the sums over sequences of
     kernels/routing/router_ops.py. Scores are normalised over experts, so that smaller scores do not lower the loss."""
     balance = moe.balance
     total = shares_BE.new_zeros(())
     if balance.aux_loss or balance.device_loss:
-        load_BE = expert_load_shares(counts_BE, moe, load, sum_over_ranks)
+        load_BE = expert_load_shares(counts_BE, moe, load, sum_over_ranks, share)
         weight = moe.experts * balance.aux_loss
         factor_BE = weight * load_BE
         if balance.device_loss:
@@ -232,15 +236,21 @@ def mean_over_groups(load_BE: Tensor, groups: int) -> Tensor:
     return means.repeat_interleave(size, -1)
 
 
-def expert_load_shares(counts_BE: Tensor, moe: MoeConfig, load: ExpertLoad, sum_over_ranks: SumOverRanks) -> Tensor:
+def expert_load_shares(
+    counts_BE: Tensor, moe: MoeConfig, load: ExpertLoad, sum_over_ranks: SumOverRanks, share: TokenShard
+) -> Tensor:
     """Each expert's share of the choices that are counted together: (B, E) for sequences, else (1, E). Sequences and
-    microbatches are counted over the ranks that hold parts of them."""
+    microbatches are counted over the ranks that hold parts of them. Where samples are packed, counts are of single
+    tokens, and so is the result for sequences."""
     over = moe.balance.aux_over
     if over in ("global_batch", "previous_batch"):
         return load.share_E[None]
     if over == "microbatch":
         counts_BE = counts_BE.sum(0, keepdim=True)
-    counts_BE = sum_over_ranks(counts_BE)
+    if over == "sequence" and share.is_packed:
+        counts_BE = counts_of_samples(counts_BE, share, sum_over_ranks)
+    else:
+        counts_BE = sum_over_ranks(counts_BE)
     total_B1 = counts_BE.sum(-1, keepdim=True)
     at_least_one_B1 = total_B1.clamp(min=1)
     return counts_BE.double() / at_least_one_B1
