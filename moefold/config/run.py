@@ -450,6 +450,10 @@ class ObserveConfig:
     tensorboard: bool = key(True, "write TensorBoard events into the run's folder")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
     fp8_every: int = key(10, "steps between lines of fp8.jsonl, figures of every FP8 operand", at_least=1)
+    compare_every: int = key(
+        0, "steps between comparisons of replicas by checksums of their weights in every step; 0: none", at_least=0
+    )
+    fault: str = key("", "fault to inject, to see it found: `nan weight=head.norm.weight rank=1 step=3`")
 
 
 @dataclass(frozen=True)

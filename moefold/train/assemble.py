@@ -54,6 +54,7 @@ from moefold.shard.clipping import PreviousNormClipping, make_clipping
 from moefold.shard.gathered_units import GatheredUnits
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
+from moefold.shard.weight_checksums import WeightChecksums
 from moefold.train.routing_replay import open_replay
 from moefold.train.share_out import share_out_model
 
@@ -87,6 +88,7 @@ class Run:
     dispatcher_reason: str
     pace: StepScalars  # the learning rate as a share of its peak
     graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
+    checksums: WeightChecksums | None = None  # of weights, to compare replicas; None: they are not compared
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
     phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
@@ -95,7 +97,8 @@ class Run:
     def is_observed(self) -> bool:
         """Whether something looks into the next step, which a replay would hide from it."""
         records = self.operand_statistics.is_recorded(self.step + 1)
-        return records or bool(self.executor.around) or self.phase is not unobserved_phase
+        looks_inside = bool(self.executor.around) or self.phase is not unobserved_phase
+        return records or looks_inside or bool(self.config.observe.fault)
 
 
 def assemble_run(
@@ -153,6 +156,7 @@ def assemble_run(
         dispatcher_reason=dispatcher_reason,
         pace=StepScalars([[1.0]], world.device),
         graph=make_step_graph(config.memory.graphs, world.device),
+        checksums=WeightChecksums(shared.buckets, world.device) if config.observe.compare_every else None,
     )
 
 

@@ -34,15 +34,18 @@ from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLo
 from moefold.shard.gradients import FIRST_STEPS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
+from moefold.train.fault_log import logged_faults
 from moefold.train.folder_owner import FolderClaims, folder_claims
 from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually
 from moefold.train.init_from import checkpoint_weights
+from moefold.train.non_finite import refuse_non_finite
 from moefold.train.operand_log import OperandRecorder, open_operand_recorder
+from moefold.train.replica_check import compare_replicas
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
-from moefold.train.step import StepReport, refuse_non_finite, take_next_step
+from moefold.train.step import StepReport, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 from moefold.watch.guard import RankGuard
 from moefold.watch.position import enter_step, slow_phase, training_phase
@@ -94,6 +97,7 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
         signals_as_requests(guard.requests) as requests,
         make_background_saver(run, recorder.progress.print_message) as saver,
         training_phase(),
+        logged_faults(out, world),
     ):
         if run.step < run.config.train.steps:
             loop = TrainingLoop(run, recorder, requests, saver)
@@ -369,6 +373,7 @@ class TrainingLoop:
                 if run.step % run.config.train.collect_every == 0:
                     collect_garbage()
                 self.check_gradients()
+                self.compare_if_due(stop)
                 ended_by = self.save_if_due(stop)
                 if ended_by is not None:
                     return ended_by
@@ -428,6 +433,13 @@ class TrainingLoop:
         if run.step == FIRST_STEPS:
             for line in no_gradient_warnings(run):
                 self.say(line)
+
+    def compare_if_due(self, stop: bool) -> None:
+        """Compare replicas every few steps, and before a checkpoint."""
+        run = self.run
+        every = run.config.observe.compare_every
+        if every and (stop or run.step % every == 0 or self.is_last_step() or self.is_checkpoint_due()):
+            compare_replicas(run)
 
     def save_if_due(self, stop: bool) -> StopRequest | None:
         """Begin a checkpoint if one is due. Returns the request upon which the loop ends before its last step."""

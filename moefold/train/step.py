@@ -15,10 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_copies import DeviceTime, ToHost
-from moefold.config.errors import RunFailure
 from moefold.data.loader import Batch
 from moefold.model.moe.balance import LayerLoads
 from moefold.optim.learning_rate import learning_rate
@@ -27,9 +25,7 @@ from moefold.precision.operand_statistics import StageOperands
 from moefold.shard.gradients import HeldGradients
 from moefold.shard.publish import note_replayed_update
 from moefold.train.assemble import Run
-from moefold.train.last_sound import describe_last_sound
-from moefold.train.resume import checkpoint_folder
-from moefold.watch.position import slow_phase
+from moefold.train.injected_fault import injected_fault
 
 
 class StepReport:
@@ -45,6 +41,7 @@ class StepReport:
         loads: LayerLoads,
         operands: StageOperands | None = None,
         unit_norms: dict[str, Tensor] | None = None,
+        own_losses_1M: Tensor | None = None,
     ):
         self.number = number
         self.lr = lr
@@ -54,6 +51,7 @@ class StepReport:
         self.counts = [ToHost(count) for count in counts]
         self.operands = operands  # of FP8 products, in a step that records them
         self.units = {unit: ToHost(norm) for unit, norm in (unit_norms or {}).items()}
+        self.own_losses = None if own_losses_1M is None else ToHost(own_losses_1M)
         self.ended = DeviceTime(numbers.device)
 
     @cached_property
@@ -89,6 +87,11 @@ class StepReport:
         return all(map(isfinite, self.read))
 
     @property
+    def own_is_finite(self) -> bool:
+        """Whether the losses of this rank's microbatches are finite, whatever those of other ranks are."""
+        return self.own_losses is None or bool(self.own_losses.read().isfinite().all())
+
+    @property
     def skipped_units(self) -> list[str]:
         """Units that were updated by themselves and left out, since their gradients are not finite."""
         return [unit for unit, norm in self.units.items() if not isfinite(norm.read().item())]
@@ -113,6 +116,7 @@ class StepOutputs(NamedTuple):
     gradients: HeldGradients
     operands: StageOperands | None
     units: dict[str, Tensor]  # norms of units that were updated inside backward
+    own_losses_1M: Tensor  # of the microbatches of this rank alone
 
 
 def train_step(run: Run, batch: Batch) -> StepReport:
@@ -120,10 +124,12 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     write_step_scalars(run, number, lr)
-    outputs = take_device_part(run, batch)
+    with injected_fault(run, number):
+        outputs = take_device_part(run, batch)
     run.scale_histories.note_recorded()
     run.step = number
-    return StepReport(number, lr, begun, outputs.numbers, outputs.loads, outputs.operands, outputs.units)
+    numbers, loads, _, operands, units, own_losses_1M = outputs
+    return StepReport(number, lr, begun, numbers, loads, operands, units, own_losses_1M)
 
 
 def write_step_scalars(run: Run, number: int, lr: float) -> None:
@@ -176,8 +182,8 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
         run.operand_statistics.begin_step(number)
         run.updates.begin_step(number, tokens_1M[0] * loss_factor, run.loss_scale.all_finite, run.before_update)
     weights = loss_weights(run, batch, tokens_1M).scaled_by(loss_factor)
-    losses_1M = run.executor.train(microbatches, weights)
-    losses_1M = sum_over_ranks(run, losses_1M)
+    own_losses_1M = run.executor.train(microbatches, weights)
+    losses_1M = sum_over_ranks(run, own_losses_1M.clone())
 
     # Gradients are sums over ranks; division by tokens and loss scale and clipping are one factor, which the optimizer
     # applies.
@@ -187,6 +193,10 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
         norm = run.updates.clip_gradients()
     means_1M = losses_1M / tokens_1M.clamp(min=1)
     numbers = torch.cat((means_1M, tokens_1M[:1], norm[None], run.loss_scale.scale[None]))
+
+    if run.checksums is not None:
+        run.parameters.await_all_buckets()
+        run.checksums.add_step()
 
     # Update this rank's share of the weights, gather the others', move the selection biases, record delayed scales.
     updates = run.loss_scale.judge(numbers.isfinite().all())
@@ -201,7 +211,7 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     with run.phase("scales"):
         run.scale_histories.record_step(updates)
         operands = run.operand_statistics.end_step()
-    return StepOutputs(numbers, loads, run.gradients.held(), operands, run.updates.unit_norms())
+    return StepOutputs(numbers, loads, run.gradients.held(), operands, run.updates.unit_norms(), own_losses_1M)
 
 
 def take_next_step(run: Run) -> StepReport:
@@ -240,21 +250,3 @@ def survey_routing(run: Run, microbatches: list[Batch]) -> None:
     are known only at its end."""
     run.executor.forward_only(microbatches, lambda carry: None)
     run.model.remember_batch_shares()
-
-
-def refuse_non_finite(run: Run, report: StepReport) -> None:
-    """Stop a run whose loss or gradient is not finite, but for fp16 with a loss scale that can still be halved. Neither
-    that step nor, where it stops the run, one launched since changed the weights."""
-    loss, norm = report.loss, report.grad_norm
-    if report.is_finite or run.loss_scale.can_go_on(report.loss_scale):
-        return
-    touched = "the weights were not touched"
-    if report.units:
-        touched = f"the weights of {', '.join(report.skipped_units) or 'no unit'} were not touched, others were updated"
-    folder = checkpoint_folder(run.config, run.out)
-    with slow_phase("checkpoint"):
-        last_sound = run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
-    raise RunFailure(
-        f"step {report.number}: loss is {loss:g} and gradient norm is {norm:g}; {touched}. {last_sound}, with a lower "
-        f"--optim.lr (now {run.config.optim.lr:g}) or --optim.max_norm (now {run.config.optim.max_norm:g})"
-    )
