@@ -67,7 +67,7 @@ def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
     refuse_two_starts(options)
     rendezvous = read_environment(os.environ)
-    refuse_restarts(options)
+    refuse_restarts(options, rendezvous)
     starts_ranks = "RANK" not in os.environ and (options.nproc != 1 or options.restarts > 0)
     if starts_ranks:
         ranks = check_rank_count(options.nproc)
@@ -94,10 +94,10 @@ def run_command(argv: Sequence[str]) -> int:
         raise OutOfMemory(config, rendezvous, error) from error
 
 
-def refuse_restarts(options: TrainOptions) -> None:
+def refuse_restarts(options: TrainOptions, rendezvous: Rendezvous) -> None:
     if options.restarts < 0:
         raise UserError(f"--restarts {options.restarts} is no number of restarts; expected 0 or more")
-    if options.restarts and ("RANK" in os.environ or "SLURM_PROCID" in os.environ):
+    if options.restarts and ("RANK" in os.environ or rendezvous.size > 1):
         raise UserError(
             f"--restarts {options.restarts}, but this rank was started by another launcher; expected ranks of --nproc; "
             "set torchrun's --max-restarts, or let Slurm requeue the job"

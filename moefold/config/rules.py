@@ -125,6 +125,17 @@ def compared_weights_are_whole(c: ConfigOnRanks) -> bool:
     return c.observe.compare_every == 0 or c.optim.when == "step"
 
 
+@CROSS_FIELD_RULES.rule(
+    "skipped spikes are looked for",
+    ("train.skip_spikes", "observe.spike", "optim.when"),
+    says="<train.skip_spikes> with <observe.spike> and <optim.when>: spikes are found where observe.spike is above 0, "
+    "and known behind backward",
+    fix="set train.skip_spikes to false",
+)
+def skipped_spikes_are_looked_for(c: ConfigOnRanks) -> bool:
+    return not c.train.skip_spikes or (c.observe.spike > 0 and c.optim.when == "step")
+
+
 # Sizes of the model.
 
 

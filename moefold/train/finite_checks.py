@@ -26,6 +26,7 @@ from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.weight_copies import keeps_values
 from moefold.model.steps import Carry, Step, StepRewrite, Steps, inside_recompute
 from moefold.optim.optimizer import MAIN_KIND
+from moefold.shard.storage import ShardedWeights
 from moefold.train.assemble import Run
 
 STATE, FORWARD, BACKWARD, SUMS = range(4)
@@ -67,6 +68,8 @@ class BadPlace:
 def first_bad(values: Tensor) -> int | None:
     """The first element that is no number; None where all are."""
     flat = values.detach().reshape(-1)
+    if flat.element_size() == 1:
+        flat = flat.float()  # FP8
     finite = flat.isfinite()
     if finite.all():
         return None
@@ -74,7 +77,7 @@ def first_bad(values: Tensor) -> int | None:
 
 
 def name_of_value(values: Tensor, element: int) -> str:
-    value = values.detach().reshape(-1)[element]
+    value = values.detach().reshape(-1)[element].float()
     return "NaN" if value.isnan() else "Inf"
 
 
@@ -130,7 +133,7 @@ def bad_shares(run: Run) -> Iterator[BadPlace]:
     """Bad weights in shares of parameters that have no memory of their own (zero3)."""
     for share in run.optimizer.shares:
         bucket = share.bucket
-        if all(keeps_values(parameter.tensor) for parameter in bucket.parameters):
+        if not isinstance(share.storage, ShardedWeights):
             continue
         mine = share.storage.weights_of_share(bucket.share)
         for piece in bucket.pieces():

@@ -45,7 +45,7 @@ from moefold.train.replica_check import compare_replicas
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
-from moefold.train.step import StepReport, take_next_step
+from moefold.train.step import StepReport, sequences_of_step, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 from moefold.watch.guard import RankGuard
 from moefold.watch.position import enter_step, slow_phase, training_phase
@@ -268,6 +268,8 @@ class RunRecorder:
         values["grad_norm"] = report.grad_norm
         if not report.is_finite:
             values = {"skipped": 1}
+        if report.is_spike:
+            values |= self.spike_values(report)
         if self.run.config.train.precision == "fp16":
             values["loss_scale"] = report.loss_scale
         values["lr"] = report.lr
@@ -275,6 +277,16 @@ class RunRecorder:
         tflops = speed * self.flops / 1e12
         values["tflops"] = round(tflops, 6)
         return values | balance
+
+    def spike_values(self, report: StepReport) -> dict[str, Any]:
+        """Report a spike with the place of its batch."""
+        sequences = sequences_of_step(self.run, report.number)
+        what = f"loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}"
+        where = f"sequences {sequences[0]} to {sequences[-1]} of the run's order"
+        skipped = "; skipped" if report.is_skipped_spike else ""
+        self.progress.print_message(f"step {report.number}: a spike: {what}; {where}{skipped}")
+        values = {"spike": sequences[0]}
+        return values | {"skipped_spike": 1} if report.is_skipped_spike else values
 
     def record_routing(self, report: StepReport) -> dict[str, Any]:
         """Log the expert load of all layers, and warn of dead experts. Returns the balance of all layers on the first

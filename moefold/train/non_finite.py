@@ -24,7 +24,7 @@ from moefold.train.injected_fault import injected_fault
 from moefold.train.last_sound import describe_last_sound
 from moefold.train.replica_check import compare_replicas
 from moefold.train.resume import checkpoint_folder
-from moefold.train.step import StepReport, count_labels, loss_weights, survey_routing
+from moefold.train.step import StepReport, count_labels, loss_weights, sequences_of_step, survey_routing
 from moefold.watch.position import slow_phase
 
 
@@ -97,9 +97,8 @@ def first_of_ranks(run: Run, own: BadPlace | None) -> BadPlace | None:
 
 def rerun_step(run: Run, number: int) -> None:
     """Forward and backward of a step, without an update."""
-    loader = run.loader
-    later_steps = run.step - number + 1
-    batch = loader.batch_at(loader.consumed - later_steps * loader.batch, loader.batch)
+    sequences = sequences_of_step(run, number)
+    batch = run.loader.batch_at(sequences.start, len(sequences))
     microbatches = list(batch.microbatches(run.config.train.micro_batch))
     tokens_1M = count_labels(run, batch)
     if run.config.model.moe.balance.aux_over == "global_batch":

@@ -42,6 +42,7 @@ class StepReport:
         operands: StageOperands | None = None,
         unit_norms: dict[str, Tensor] | None = None,
         own_losses_1M: Tensor | None = None,
+        spike_2: Tensor | None = None,
     ):
         self.number = number
         self.lr = lr
@@ -52,6 +53,7 @@ class StepReport:
         self.operands = operands  # of FP8 products, in a step that records them
         self.units = {unit: ToHost(norm) for unit, norm in (unit_norms or {}).items()}
         self.own_losses = None if own_losses_1M is None else ToHost(own_losses_1M)
+        self.spike = None if spike_2 is None else ToHost(spike_2)
         self.ended = DeviceTime(numbers.device)
 
     @cached_property
@@ -92,6 +94,14 @@ class StepReport:
         return self.own_losses is None or bool(self.own_losses.read().isfinite().all())
 
     @property
+    def is_spike(self) -> bool:
+        return self.spike is not None and bool(self.spike.read()[0])
+
+    @property
+    def is_skipped_spike(self) -> bool:
+        return self.spike is not None and bool(self.spike.read()[1])
+
+    @property
     def skipped_units(self) -> list[str]:
         """Units that were updated by themselves and left out, since their gradients are not finite."""
         return [unit for unit, norm in self.units.items() if not isfinite(norm.read().item())]
@@ -117,6 +127,7 @@ class StepOutputs(NamedTuple):
     operands: StageOperands | None
     units: dict[str, Tensor]  # norms of units that were updated inside backward
     own_losses_1M: Tensor  # of the microbatches of this rank alone
+    spike_2: Tensor | None  # whether the step is a spike, and whether it was skipped as one
 
 
 def train_step(run: Run, batch: Batch) -> StepReport:
@@ -128,8 +139,8 @@ def train_step(run: Run, batch: Batch) -> StepReport:
         outputs = take_device_part(run, batch)
     run.scale_histories.note_recorded()
     run.step = number
-    numbers, loads, _, operands, units, own_losses_1M = outputs
-    return StepReport(number, lr, begun, numbers, loads, operands, units, own_losses_1M)
+    numbers, loads, _, operands, units, own_losses_1M, spike_2 = outputs
+    return StepReport(number, lr, begun, numbers, loads, operands, units, own_losses_1M, spike_2)
 
 
 def write_step_scalars(run: Run, number: int, lr: float) -> None:
@@ -200,6 +211,11 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
 
     # Update this rank's share of the weights, gather the others', move the selection biases, record delayed scales.
     updates = run.loss_scale.judge(numbers.isfinite().all())
+    spike_2 = None
+    if run.spikes is not None:
+        is_spike, is_taken = run.spikes.judge(numbers[0], norm)
+        updates = updates & is_taken
+        spike_2 = torch.stack((is_spike, ~is_taken))
     with run.phase("update"):
         run.updates.update_rest(updates)
         run.qk_clip.rescale_heads(updates)
@@ -211,13 +227,23 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     with run.phase("scales"):
         run.scale_histories.record_step(updates)
         operands = run.operand_statistics.end_step()
-    return StepOutputs(numbers, loads, run.gradients.held(), operands, run.updates.unit_norms(), own_losses_1M)
+    held = run.gradients.held()
+    units = run.updates.unit_norms()
+    return StepOutputs(numbers, loads, held, operands, units, own_losses_1M, spike_2)
 
 
 def take_next_step(run: Run) -> StepReport:
     """A training step on the next batch of the run."""
     batch = run.loader.next_batch()
     return train_step(run, batch)
+
+
+def sequences_of_step(run: Run, number: int) -> range:
+    """The numbers of a step's sequences in the run's order, for one of the last steps."""
+    loader = run.loader
+    later_steps = run.step - number + 1
+    first = loader.consumed - later_steps * loader.batch
+    return range(first, first + loader.batch)
 
 
 def sum_over_ranks(run: Run, losses_1M: Tensor) -> Tensor:

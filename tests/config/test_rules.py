@@ -266,6 +266,10 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--observe.fault=nothing", 1, "observe.fault = nothing begins with none of nan, inf, flip"),
         ("--observe.fault=nan", 1, "names 0 of weight, gradient, output"),
     ],
+    "skipped spikes are looked for": [
+        ("--train.skip_spikes=true", 1, "observe.spike = 0"),
+        ("--train.skip_spikes=true --observe.spike=9 --optim.when=backward --optim.clip_by=unit", 1, "optim.when"),
+    ],
     "compared weights are whole until the update": [
         ("--observe.compare_every=5 --optim.when=backward --optim.clip_by=unit", 1, "observe.compare_every = 5"),
     ],
