@@ -154,6 +154,13 @@ def place_in_parameter(
     return BadPlace(order, rank, kind, parameter.name, layer, expert, value=value)
 
 
+def depth_of_step(step: Step) -> int:
+    """Where a step lies in the model: its layer, before all layers (the embedding), or behind them."""
+    if step.layer is not None:
+        return step.layer
+    return -1 if step.spec.name == "embed" else BEHIND_ALL_LAYERS
+
+
 class StepInChecks(threading.local):
     """The step that this thread runs now, and how many values of it were looked at. Exchanges may have a thread."""
 
@@ -202,13 +209,13 @@ class FiniteChecks:
     def check_steps(self, rewrite: StepRewrite, steps: Steps) -> Steps:
         checked: Steps = []
         for index, step in enumerate(steps):
-            run = partial(self.run_checked, step, index, len(steps))
+            run = partial(self.run_checked, step, index)
             checked.append(replace(step, run=run))
         return rewrite(checked)
 
-    def run_checked(self, step: Step, index: int, count: int, carry: Carry) -> Carry:
+    def run_checked(self, step: Step, index: int, carry: Carry) -> Carry:
         again = inside_recompute()
-        depth = self.depth_of(step, index)
+        depth = depth_of_step(step)
         seen = (depth, step.spec.name, again)
         microbatch = self.runs[seen]
         self.runs[seen] += 1
@@ -224,11 +231,6 @@ class FiniteChecks:
                         self.look_at_output(name, leaf, rows if name == "y_RD" else None)
         now.step = None
         return carry
-
-    def depth_of(self, step: Step, index: int) -> int:
-        if step.layer is not None:
-            return step.layer
-        return BEHIND_ALL_LAYERS if index else -1  # the embedding is the first step of its stage
 
     def look_at_output(self, name: str, leaf: Tensor, rows: Rows | None) -> None:
         """Look at an entry of the carry now, and at its gradient in backward."""

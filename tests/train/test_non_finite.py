@@ -26,8 +26,9 @@ FAULTS = [
     "nan gradient=blocks.1.moe.experts.gate_up expert=7 rank=3 step=2",
     "nan output=experts layer=1 rank=2 step=2",
     "inf output=attend layer=0 rank=1 step=2",
-    "nan weight=head.norm.weight rank=3 step=1",
 ]
+# All layers on the first pipeline rank, the head alone on the second.
+PIPELINE_FAULTS = ["nan output=attend layer=1 rank=1 step=2", "nan output=predict rank=2 step=2"]
 
 
 def run_of(preset: str, fault: str = "", **moe: object) -> Run:
@@ -45,13 +46,15 @@ def state_of(run: Run) -> list[torch.Tensor]:
     return [*everything(run), *loads, place, torch.get_rng_state()]
 
 
-def test_on_four_ranks_a_bad_value_is_traced_to_layer_expert_tensor_and_rank():
-    layout = {"tp": 2, "ep": 2}
-    by_rank = run_ranks(traced_faults, 4, layout, FAULTS, **layout)
+@pytest.mark.parametrize(
+    ("layout", "faults"), [({"tp": 2, "ep": 2}, FAULTS), ({"pp": 2, "ep": 2}, PIPELINE_FAULTS)], ids=["tp ep", "pp ep"]
+)
+def test_on_four_ranks_a_bad_value_is_traced_to_layer_expert_tensor_and_rank(layout: dict[str, int], faults: list[str]):
+    by_rank = run_ranks(traced_faults, 4, layout, faults, **layout)
     assert all(places == by_rank[0] for places in by_rank)
-    for fault, place in zip(FAULTS, by_rank[0], strict=True):
+    for fault, place in zip(faults, by_rank[0], strict=True):
         assert is_traced(fault, place), (fault, place)
-    assert by_rank[0][3]["value"] == "Inf"
+        assert place["value"] == ("Inf" if fault.startswith("inf") else "NaN")
 
 
 @pytest.mark.parametrize("place", ["mean", "mean_square"])
