@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moefold.printable import printable_text
+
 VALUES = ("nan", "inf", "flip")
 NUMBERS = ("expert", "layer", "rank", "step", "bit")
 STATE_KINDS = ("mean", "mean_square", "momentum", "main")
@@ -50,7 +52,8 @@ def parse_fault(text: str) -> FaultOrder:
         elif name in NUMBERS and said.isdecimal() and len(said) <= LONGEST_NUMBER:
             numbers[name] = int(said)
         else:
-            raise ValueError(f"has {word}, which is neither one of {', '.join(PLACES)} nor a number of rank, step, ...")
+            known = ", ".join((*PLACES, *NUMBERS))
+            raise ValueError(f"has {printable_text(word)}, which gives none of {known}")
     if len(places) != 1:
         raise ValueError(f"names {len(places)} of {', '.join(PLACES)} instead of one")
     place, name = places[0]

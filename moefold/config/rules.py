@@ -100,9 +100,9 @@ def name_can_be_a_folder(c: ConfigOnRanks) -> bool:
 
 
 def describe_fault(c: ConfigOnRanks) -> str:
-    fault = c.observe.fault
-    problem = fault_problem(fault)
-    return f"observe.fault = {fault} {problem}; expected something like nan weight=head.norm.weight rank=0 step=3"
+    shown = render_message("<observe.fault>", c)
+    problem = fault_problem(c.observe.fault)
+    return f"{shown} {problem}; expected something like nan weight=head.norm.weight rank=0 step=3"
 
 
 @CROSS_FIELD_RULES.rule(

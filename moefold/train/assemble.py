@@ -168,9 +168,8 @@ def assemble_run(
 
 def make_spike_judge(config: Config, world: World) -> SpikeJudge | None:
     deviations = config.observe.spike
-    if not deviations:
-        return None
-    return SpikeJudge(deviations, config.train.skip_spikes, world.device)
+    skips = config.train.skip_spikes
+    return SpikeJudge(deviations, skips, world.device) if deviations else None
 
 
 def require_agreement(mine: Terms, world: World) -> None:
