@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,14 @@ from moefold.cli.out_of_memory import OutOfMemory
 from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
-from moefold.layout.spawn import run_local_ranks
+from moefold.layout.spawn import RanksEnd, launch_local_ranks
 from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe, unsaid_settings
 from moefold.watch.guard import RankGuard, guarded_rank
 from moefold.watch.stop_requests import StopRequest
+from moefold.watch.supervisor import Supervisor
 from moefold.watch.time_limits import TimeLimits
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class TrainOptions:
     """How many ranks to start on this machine."""
     port: int | None = None
     """Rendezvous port of the ranks of --nproc; by default a free port."""
+    restarts: int = 0
+    """How often to start the run again after a fault, from its newest sound checkpoint."""
     force: bool = False
     """Start even where the planner finds that the run cannot fit this machine's memory."""
 
@@ -63,7 +67,8 @@ def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
     refuse_two_starts(options)
     rendezvous = read_environment(os.environ)
-    starts_ranks = "RANK" not in os.environ and options.nproc != 1
+    refuse_restarts(options, rendezvous)
+    starts_ranks = "RANK" not in os.environ and (options.nproc != 1 or options.restarts > 0)
     if starts_ranks:
         ranks = check_rank_count(options.nproc)
         rendezvous = Rendezvous(size=ranks, local_size=ranks)
@@ -76,14 +81,50 @@ def run_command(argv: Sequence[str]) -> int:
         raise UserError(*problems)
     out = options.out or default_run_folder(config)
     if starts_ranks:
-        arguments = rank_arguments(options, overrides, out)
-        return run_local_ranks(arguments, options.nproc, options.port, serve_store)
+        launch = partial(launch_ranks, options, overrides, out)
+        if not options.restarts:
+            return launch(options.resume).code
+        choose = partial(checkpoint_to_resume, config, options, out)
+        return Supervisor(launch, choose, out, options.restarts).run(options.resume)
     try:
         return train_on_this_rank(config, options, out)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(config, rendezvous, error) from error
+
+
+def refuse_restarts(options: TrainOptions, rendezvous: Rendezvous) -> None:
+    if options.restarts < 0:
+        raise UserError(f"--restarts {options.restarts} is no number of restarts; expected 0 or more")
+    if options.restarts and ("RANK" in os.environ or rendezvous.size > 1):
+        raise UserError(
+            f"--restarts {options.restarts}, but this rank was started by another launcher; expected ranks of --nproc; "
+            "set torchrun's --max-restarts, or let Slurm requeue the job"
+        )
+
+
+def launch_ranks(options: TrainOptions, overrides: Sequence[str], out: Path, resume: str | None) -> RanksEnd:
+    """Start the ranks of --nproc, and wait for them."""
+    resumed = replace(options, resume=resume)
+    arguments = rank_arguments(resumed, overrides, out)
+    return launch_local_ranks(arguments, options.nproc, options.port, serve_store)
+
+
+def checkpoint_to_resume(config: Config, options: TrainOptions, out: Path, looks_inside: bool) -> str | None:
+    """What a restarted run resumes: its newest checkpoint, or what it was first started from. If checkpoints may hold
+    wrong values, the newest that is intact and finite; None where none of several is."""
+    from moefold.checkpoint.format.retention import checkpoints_at
+    from moefold.train.last_sound import newest_sound
+    from moefold.train.resume import checkpoint_folder
+
+    folder = checkpoint_folder(config, out)
+    if not checkpoints_at(folder):
+        return options.resume or "auto"
+    if not looks_inside:
+        return "auto"
+    sound = newest_sound(folder)
+    return None if sound is None else str(sound)
 
 
 def serve_store(listener: socket.socket) -> object:

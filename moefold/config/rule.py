@@ -24,6 +24,7 @@ from moefold.config.run import (
     KernelsConfig,
     MemoryConfig,
     ModelConfig,
+    ObserveConfig,
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
@@ -75,6 +76,10 @@ class ConfigOnRanks:
     @property
     def memory(self) -> MemoryConfig:
         return self.config.memory
+
+    @property
+    def observe(self) -> ObserveConfig:
+        return self.config.observe
 
     @property
     def kernels(self) -> KernelsConfig:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from moefold.config.errors import UserError
+from moefold.config.fault_order import fault_problem
 from moefold.config.invariance_rules import INVARIANCE_RULES
 from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.mixture_weights import weight_problems
@@ -96,6 +97,43 @@ def routing_files_differ(c: ConfigOnRanks) -> bool:
 )
 def name_can_be_a_folder(c: ConfigOnRanks) -> bool:
     return FOLDER_NAME.fullmatch(c.name) is not None
+
+
+def describe_fault(c: ConfigOnRanks) -> str:
+    shown = render_message("<observe.fault>", c)
+    problem = fault_problem(c.observe.fault)
+    return f"{shown} {problem}; expected something like nan weight=head.norm.weight rank=0 step=3"
+
+
+@CROSS_FIELD_RULES.rule(
+    "the fault can be injected",
+    ("observe.fault",),
+    says=describe_fault,
+    fix='set observe.fault to ""',
+)
+def fault_can_be_injected(c: ConfigOnRanks) -> bool:
+    return fault_problem(c.observe.fault) is None
+
+
+@CROSS_FIELD_RULES.rule(
+    "compared weights are whole until the update",
+    ("observe.compare_every", "optim.when"),
+    says="<observe.compare_every> with <optim.when>: checksums are taken behind backward, which updates weights",
+    fix="set observe.compare_every to 0",
+)
+def compared_weights_are_whole(c: ConfigOnRanks) -> bool:
+    return c.observe.compare_every == 0 or c.optim.when == "step"
+
+
+@CROSS_FIELD_RULES.rule(
+    "skipped spikes are looked for",
+    ("train.skip_spikes", "observe.spike", "optim.when"),
+    says="<train.skip_spikes> with <observe.spike> and <optim.when>: spikes are found where observe.spike is above 0, "
+    "and known behind backward",
+    fix="set train.skip_spikes to false",
+)
+def skipped_spikes_are_looked_for(c: ConfigOnRanks) -> bool:
+    return not c.train.skip_spikes or (c.observe.spike > 0 and c.optim.when == "step")
 
 
 # Sizes of the model.

@@ -227,6 +227,7 @@ class TrainConfig:
         at_least=0,
     )
     slow_timeout: float = key(1800.0, "likewise of the start, a checkpoint, an evaluation, the end", above=0)
+    skip_spikes: bool = key(False, "steps that observe.spike finds update nothing, at most 5 in a row")
     collect_every: int = key(1, "steps between collections of Python's garbage", at_least=1)
     bind_numa: bool = key(True, "run a rank on the CPU cores of its GPU's NUMA node")
     sample_tokens: int = key(200, "tokens of the sample printed at the end; 0: none", at_least=0)
@@ -454,6 +455,15 @@ class ObserveConfig:
     tensorboard: bool = key(True, "write TensorBoard events into the run's folder")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
     fp8_every: int = key(10, "steps between lines of fp8.jsonl, figures of every FP8 operand", at_least=1)
+    compare_every: int = key(
+        0, "steps between comparisons of replicas by checksums of their weights in every step; 0: none", at_least=0
+    )
+    spike: float = key(
+        0.0,
+        "spikes of loss or gradient norm to report: so many median deviations above the median of 64 steps; 0: none",
+        at_least=0,
+    )
+    fault: str = key("", "fault to inject, to see it found: `nan weight=head.norm.weight rank=1 step=3`")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from moefold.config.errors import UserError
 from moefold.layout.environment import LAUNCHER_VARIABLE, RANKS_FOLDER_VARIABLE
@@ -73,9 +74,24 @@ def signal_exit_code(number: int) -> int:
     return 128 + number
 
 
+class RanksEnd(NamedTuple):
+    """How the ranks of a run have ended: its exit code, and in words what the first rank that failed died of."""
+
+    code: int
+    cause: str = ""
+
+
 def run_local_ranks(
     arguments: Sequence[str], nproc: int, port: int | None = None, serve_store: StoreServer | None = None
 ) -> int:
+    """Run `moefold ARGUMENTS` as nproc ranks; the exit code."""
+    ended = launch_local_ranks(arguments, nproc, port, serve_store)
+    return ended.code
+
+
+def launch_local_ranks(
+    arguments: Sequence[str], nproc: int, port: int | None = None, serve_store: StoreServer | None = None
+) -> RanksEnd:
     """Run `moefold ARGUMENTS` as nproc ranks. The exit code is 0, that of the first rank that failed, or after a signal
     that of the signal. `serve_store` serves the store of the ranks from this process; otherwise rank 0 does."""
     port = check_port_is_free(port) if port else find_free_port()
@@ -178,34 +194,37 @@ def handled_signals(handler: SignalHandler) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path], forwarded: Sequence[int]) -> int:
-    """Wait for all ranks, or for the first that fails; the exit code. `forwarded`: signals that ranks were sent."""
+def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path], forwarded: Sequence[int]) -> RanksEnd:
+    """Wait for all ranks, or for the first that fails. `forwarded`: signals that ranks were sent."""
     while any_running(ranks):
         if failed_ranks(ranks):
             break
         time.sleep(POLL_SECONDS)
     failed = failed_ranks(ranks)
     if not failed:
-        return 0
+        return RanksEnd(0)
     first = first_failed_rank(failed, ranks)
     code = stop_code(ranks[first].returncode, forwarded)
     if code is not None:
         end_all_ranks(ranks, GRACE_SECONDS)
-        return code
+        return RanksEnd(code)
     if ranks[first].returncode == HANG_CODE:
         return stop_after_hang(ranks, logs)
     return stop_after_failure(first, ranks, logs)
 
 
-def stop_after_hang(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> int:
+def stop_after_hang(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> RanksEnd:
     """A rank ended the run because it hangs: print which ranks are named, and kill those that are left."""
     told = logs[0].with_name(HANG_FILE)
+    text = ""
     if told.exists():
         text = told.read_text(encoding="utf-8")
         sys.stderr.write(text)
         sys.stderr.flush()
     end_all_ranks(ranks, patience=1.0, signals=(signal.SIGKILL,))
-    return HANG_CODE
+    lines = text.splitlines() or ["the run hangs"]
+    cause = "; ".join(lines[:2])  # which limit was passed, and which rank is named
+    return RanksEnd(HANG_CODE, cause.removeprefix("moefold: "))
 
 
 def stop_code(code: int, forwarded: Sequence[int]) -> int | None:
@@ -232,7 +251,7 @@ def first_failed_rank(failed: Sequence[int], ranks: Sequence[RankProcess]) -> in
     return min(failed, key=lambda number: ranks[number].returncode >= 0)
 
 
-def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[Path]) -> int:
+def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[Path]) -> RanksEnd:
     """One rank failed: wait for the rest, stop those that go on, and print which rank was first and why."""
     code = ranks[first].returncode
     patience = GRACE_SECONDS if code == 2 else 1.0
@@ -243,7 +262,12 @@ def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[
         first = codes.index(code)
     report_failed_rank(first, code, logs[first])
     print("the other ranks were stopped; what was committed is safe: continue with --resume auto", file=sys.stderr)
-    return code if code > 0 else 1
+    cause = f"rank {first} {ending_in_words(code)}"
+    return RanksEnd(code if code > 0 else 1, cause)
+
+
+def ending_in_words(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def end_all_ranks(
@@ -267,8 +291,7 @@ def end_all_ranks(
 def report_failed_rank(number: int, code: int, log: Path) -> None:
     """How a rank ended, with the last lines of its log. Rank 0 has printed its own error, unless it was killed."""
     killed = code < 0
-    ending = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with code {code}"
-    message = f"rank {number} {ending}"
+    message = f"rank {number} {ending_in_words(code)}"
     if number == 0 and not killed:
         return
     if number > 0 and log.exists():

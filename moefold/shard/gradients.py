@@ -31,6 +31,7 @@ FIRST_STEPS = 3  # after which every parameter should have had a gradient
 GRADIENT_REDUCTIONS = {"fp32": reduce_scatter_fp32, "bf16": reduce_scatter_bf16}
 AccumulationHook = Callable[[Tensor], None]
 AfterReduction = Callable[[Bucket], None]
+SumReader = Callable[[str, Tensor], None]  # called with a parameter's name and its flat sum
 UnitNames = Collection[str]
 
 
@@ -86,6 +87,7 @@ class Gradients:
         self.missing: list[int] = []  # of each bucket: parameters whose gradients are incomplete
         self.reductions: list[PendingReduction] = []  # of the first buckets, in their order
         self.after_reduction: AfterReduction = note_nothing  # called when a bucket's reduction has started
+        self.sum_readers: list[SumReader] = []  # called when a gradient has been added to this rank's sum
         # Parameters by name: the number of their bucket
         self.number_of: dict[str, int] = {}
         self.hooks: list[RemovableHandle] = []
@@ -147,6 +149,8 @@ class Gradients:
             if tensor.grad is not None:
                 sums.add(place, tensor.grad)
                 tensor.grad = None
+            for read_sum in self.sum_readers:
+                read_sum(name, sums.place(place))
             self.note_gradient(number, name)
 
         return accumulate_gradient

@@ -43,6 +43,7 @@ from moefold.optim.loss_scale import LossScale, make_loss_scale
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.optim.qk_clip import QkClip
+from moefold.optim.spike_judge import SpikeJudge
 from moefold.optim.step_scalars import StepScalars
 from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
@@ -54,6 +55,7 @@ from moefold.shard.clipping import PreviousNormClipping, make_clipping
 from moefold.shard.gathered_units import GatheredUnits
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
+from moefold.shard.weight_checksums import WeightChecksums
 from moefold.train.routing_replay import open_replay
 from moefold.train.share_out import share_out_model
 
@@ -87,6 +89,8 @@ class Run:
     dispatcher_reason: str
     pace: StepScalars  # the learning rate as a share of its peak
     graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
+    spikes: SpikeJudge | None = None  # None: spikes are not looked for
+    checksums: WeightChecksums | None = None  # of weights, to compare replicas; None: they are not compared
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
     phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
@@ -95,7 +99,8 @@ class Run:
     def is_observed(self) -> bool:
         """Whether something looks into the next step, which a replay would hide from it."""
         records = self.operand_statistics.is_recorded(self.step + 1)
-        return records or bool(self.executor.around) or self.phase is not unobserved_phase
+        looks_inside = bool(self.executor.around) or self.phase is not unobserved_phase
+        return records or looks_inside or bool(self.config.observe.fault)
 
 
 def assemble_run(
@@ -127,6 +132,9 @@ def assemble_run(
     further_state: dict[str, StateProvider] = {"precision": RecipeState(model), "precision.loss_scale": loss_scale}
     if isinstance(clipping, PreviousNormClipping):
         further_state["clipping"] = clipping
+    spikes = make_spike_judge(config, world)
+    if spikes is not None:
+        further_state["spikes"] = spikes
     spans = SpanRecorder(world.rank)
     shared = share_out_model(config, model, world, groups, kernels, spans, weights)
     gradients = shared.gradients
@@ -153,7 +161,15 @@ def assemble_run(
         dispatcher_reason=dispatcher_reason,
         pace=StepScalars([[1.0]], world.device),
         graph=make_step_graph(config.memory.graphs, world.device),
+        spikes=spikes,
+        checksums=WeightChecksums(shared.buckets, world.device) if config.observe.compare_every else None,
     )
+
+
+def make_spike_judge(config: Config, world: World) -> SpikeJudge | None:
+    deviations = config.observe.spike
+    skips = config.train.skip_spikes
+    return SpikeJudge(deviations, skips, world.device) if deviations else None
 
 
 def require_agreement(mine: Terms, world: World) -> None:

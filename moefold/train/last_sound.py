@@ -27,6 +27,14 @@ def describe_last_sound(folder: StoragePath) -> str:
     return f"there is no checkpoint in {folder}: start anew"
 
 
+def newest_sound(folder: StoragePath) -> StoragePath | None:
+    """The newest checkpoint in a folder that is intact and holds numbers alone."""
+    for checkpoint in checkpoints_at(folder):
+        if checkpoint_problem(checkpoint) is None:
+            return checkpoint
+    return None
+
+
 def checkpoint_problem(checkpoint: StoragePath) -> str | None:
     try:
         opened = verify_checkpoint(checkpoint)

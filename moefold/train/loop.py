@@ -34,15 +34,18 @@ from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLo
 from moefold.shard.gradients import FIRST_STEPS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
+from moefold.train.fault_log import logged_faults
 from moefold.train.folder_owner import FolderClaims, folder_claims
 from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually
 from moefold.train.init_from import checkpoint_weights
+from moefold.train.non_finite import refuse_non_finite
 from moefold.train.operand_log import OperandRecorder, open_operand_recorder
+from moefold.train.replica_check import compare_replicas
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
-from moefold.train.step import StepReport, refuse_non_finite, take_next_step
+from moefold.train.step import StepReport, sequences_of_step, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 from moefold.watch.guard import RankGuard
 from moefold.watch.position import enter_step, slow_phase, training_phase
@@ -94,6 +97,7 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
         signals_as_requests(guard.requests) as requests,
         make_background_saver(run, recorder.progress.print_message) as saver,
         training_phase(),
+        logged_faults(out, world),
     ):
         if run.step < run.config.train.steps:
             loop = TrainingLoop(run, recorder, requests, saver)
@@ -264,6 +268,8 @@ class RunRecorder:
         values["grad_norm"] = report.grad_norm
         if not report.is_finite:
             values = {"skipped": 1}
+        if report.is_spike:
+            values |= self.spike_values(report)
         if self.run.config.train.precision == "fp16":
             values["loss_scale"] = report.loss_scale
         values["lr"] = report.lr
@@ -273,6 +279,16 @@ class RunRecorder:
         if report.waste is not None:
             values["waste"] = round(report.waste, 4)
         return values | balance
+
+    def spike_values(self, report: StepReport) -> dict[str, Any]:
+        """Report a spike with the place of its batch."""
+        sequences = sequences_of_step(self.run, report.number)
+        what = f"loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}"
+        where = f"sequences {sequences[0]} to {sequences[-1]} of the run's order"
+        skipped = "; skipped" if report.is_skipped_spike else ""
+        self.progress.print_message(f"step {report.number}: a spike: {what}; {where}{skipped}")
+        values = {"spike": sequences[0]}
+        return values | {"skipped_spike": 1} if report.is_skipped_spike else values
 
     def record_routing(self, report: StepReport) -> dict[str, Any]:
         """Log the expert load of all layers, and warn of dead experts. Returns the balance of all layers on the first
@@ -371,6 +387,7 @@ class TrainingLoop:
                 if run.step % run.config.train.collect_every == 0:
                     collect_garbage()
                 self.check_gradients()
+                self.compare_if_due(stop)
                 ended_by = self.save_if_due(stop)
                 if ended_by is not None:
                     return ended_by
@@ -430,6 +447,13 @@ class TrainingLoop:
         if run.step == FIRST_STEPS:
             for line in no_gradient_warnings(run):
                 self.say(line)
+
+    def compare_if_due(self, stop: bool) -> None:
+        """Compare replicas every few steps, and before a checkpoint."""
+        run = self.run
+        every = run.config.observe.compare_every
+        if every and (stop or run.step % every == 0 or self.is_last_step() or self.is_checkpoint_due()):
+            compare_replicas(run)
 
     def save_if_due(self, stop: bool) -> StopRequest | None:
         """Begin a checkpoint if one is due. Returns the request upon which the loop ends before its last step."""

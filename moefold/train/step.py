@@ -15,10 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_copies import DeviceTime, ToHost
-from moefold.config.errors import RunFailure
 from moefold.data.loader import Batch
 from moefold.model.moe.balance import LayerLoads
 from moefold.optim.learning_rate import learning_rate
@@ -27,36 +25,40 @@ from moefold.precision.operand_statistics import StageOperands
 from moefold.shard.gradients import HeldGradients
 from moefold.shard.publish import note_replayed_update
 from moefold.train.assemble import Run
-from moefold.train.last_sound import describe_last_sound
-from moefold.train.resume import checkpoint_folder
-from moefold.watch.position import slow_phase
+from moefold.train.injected_fault import injected_fault
+
+
+class StepOutputs(NamedTuple):
+    """What the device part of a step leaves: loss and other numbers, the load of the experts, gradients, and in a step
+    that records them the figures of FP8 operands."""
+
+    numbers: Tensor
+    loads: LayerLoads
+    gradients: HeldGradients
+    operands: StageOperands | None
+    units: dict[str, Tensor]  # norms of units that were updated inside backward
+    own_losses_1M: Tensor  # of the microbatches of this rank alone
+    spike_2: Tensor | None  # whether the step is a spike, and whether it was skipped as one
 
 
 class StepReport:
     """What one step gave, over the whole global batch: to be asked for when it is needed, since reading any of it but
     `number` and `lr` waits until the device is done with the step."""
 
-    def __init__(
-        self,
-        number: int,
-        lr: float,
-        begun: DeviceTime,
-        numbers: Tensor,
-        loads: LayerLoads,
-        operands: StageOperands | None = None,
-        unit_norms: dict[str, Tensor] | None = None,
-        waste: float | None = None,
-    ):
+    def __init__(self, number: int, lr: float, begun: DeviceTime, outputs: StepOutputs, waste: float | None = None):
         self.number = number
         self.lr = lr
         self.begun = begun
-        self.numbers = ToHost(numbers)
-        self.layers, *counts = loads
+        self.numbers = ToHost(outputs.numbers)
+        self.layers, *counts = outputs.loads
         self.counts = [ToHost(count) for count in counts]
-        self.operands = operands  # of FP8 products, in a step that records them
-        self.units = {unit: ToHost(norm) for unit, norm in (unit_norms or {}).items()}
+        self.operands = outputs.operands  # of FP8 products, in a step that records them
+        self.units = {unit: ToHost(norm) for unit, norm in outputs.units.items()}
+        self.own_losses = ToHost(outputs.own_losses_1M)
+        spike_2 = outputs.spike_2
+        self.spike = None if spike_2 is None else ToHost(spike_2)
         self.waste = waste  # the share of padding in a packed batch
-        self.ended = DeviceTime(numbers.device)
+        self.ended = DeviceTime(outputs.numbers.device)
 
     @cached_property
     def read(self) -> list[float]:
@@ -91,6 +93,19 @@ class StepReport:
         return all(map(isfinite, self.read))
 
     @property
+    def own_is_finite(self) -> bool:
+        """Whether the losses of this rank's microbatches are finite, whatever those of other ranks are."""
+        return bool(self.own_losses.read().isfinite().all())
+
+    @property
+    def is_spike(self) -> bool:
+        return self.spike is not None and bool(self.spike.read()[0])
+
+    @property
+    def is_skipped_spike(self) -> bool:
+        return self.spike is not None and bool(self.spike.read()[1])
+
+    @property
     def skipped_units(self) -> list[str]:
         """Units that were updated by themselves and left out, since their gradients are not finite."""
         return [unit for unit, norm in self.units.items() if not isfinite(norm.read().item())]
@@ -106,27 +121,16 @@ class StepReport:
         return self.begun.seconds_until(self.ended)
 
 
-class StepOutputs(NamedTuple):
-    """What the device part of a step leaves: loss and other numbers, the load of the experts, gradients, and in a step
-    that records them the figures of FP8 operands."""
-
-    numbers: Tensor
-    loads: LayerLoads
-    gradients: HeldGradients
-    operands: StageOperands | None
-    units: dict[str, Tensor]  # norms of units that were updated inside backward
-
-
 def train_step(run: Run, batch: Batch) -> StepReport:
     begun = DeviceTime(run.world.device)
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     write_step_scalars(run, number, lr)
-    outputs = take_device_part(run, batch)
+    with injected_fault(run, number):
+        outputs = take_device_part(run, batch)
     run.scale_histories.note_recorded()
     run.step = number
-    numbers, loads, _, operands, units = outputs
-    return StepReport(number, lr, begun, numbers, loads, operands, units, batch.waste)
+    return StepReport(number, lr, begun, outputs, batch.waste)
 
 
 def write_step_scalars(run: Run, number: int, lr: float) -> None:
@@ -179,8 +183,8 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
         run.operand_statistics.begin_step(number)
         run.updates.begin_step(number, tokens_1M[0] * loss_factor, run.loss_scale.all_finite, run.before_update)
     weights = loss_weights(run, batch, tokens_1M).scaled_by(loss_factor)
-    losses_1M = run.executor.train(microbatches, weights)
-    losses_1M = sum_over_ranks(run, losses_1M)
+    own_losses_1M = run.executor.train(microbatches, weights)
+    losses_1M = sum_over_ranks(run, own_losses_1M.clone())
 
     # Gradients are sums over ranks; division by tokens and loss scale and clipping are one factor, which the optimizer
     # applies.
@@ -191,8 +195,17 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     means_1M = losses_1M / tokens_1M.clamp(min=1)
     numbers = torch.cat((means_1M, tokens_1M[:1], norm[None], run.loss_scale.scale[None]))
 
+    if run.checksums is not None:
+        run.parameters.await_all_buckets()
+        run.checksums.add_step()
+
     # Update this rank's share of the weights, gather the others', move the selection biases, record delayed scales.
     updates = run.loss_scale.judge(numbers.isfinite().all())
+    spike_2 = None
+    if run.spikes is not None:
+        is_spike, is_taken = run.spikes.judge(numbers[0], norm)
+        updates = updates & is_taken
+        spike_2 = torch.stack((is_spike, ~is_taken))
     with run.phase("update"):
         run.updates.update_rest(updates)
         run.qk_clip.rescale_heads(updates)
@@ -204,13 +217,23 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     with run.phase("scales"):
         run.scale_histories.record_step(updates)
         operands = run.operand_statistics.end_step()
-    return StepOutputs(numbers, loads, run.gradients.held(), operands, run.updates.unit_norms())
+    held = run.gradients.held()
+    units = run.updates.unit_norms()
+    return StepOutputs(numbers, loads, held, operands, units, own_losses_1M, spike_2)
 
 
 def take_next_step(run: Run) -> StepReport:
     """A training step on the next batch of the run."""
     batch = run.loader.next_batch()
     return train_step(run, batch)
+
+
+def sequences_of_step(run: Run, number: int) -> range:
+    """The numbers of a step's sequences in the run's order, for one of the last steps."""
+    loader = run.loader
+    later_steps = run.step - number + 1
+    first = loader.consumed - later_steps * loader.batch
+    return range(first, first + loader.batch)
 
 
 def sum_over_ranks(run: Run, losses_1M: Tensor) -> Tensor:
@@ -250,21 +273,3 @@ def survey_routing(run: Run, microbatches: list[Batch]) -> None:
     are known only at its end."""
     run.executor.forward_only(microbatches, lambda carry: None)
     run.model.remember_batch_shares()
-
-
-def refuse_non_finite(run: Run, report: StepReport) -> None:
-    """Stop a run whose loss or gradient is not finite, but for fp16 with a loss scale that can still be halved. Neither
-    that step nor, where it stops the run, one launched since changed the weights."""
-    loss, norm = report.loss, report.grad_norm
-    if report.is_finite or run.loss_scale.can_go_on(report.loss_scale):
-        return
-    touched = "the weights were not touched"
-    if report.units:
-        touched = f"the weights of {', '.join(report.skipped_units) or 'no unit'} were not touched, others were updated"
-    folder = checkpoint_folder(run.config, run.out)
-    with slow_phase("checkpoint"):
-        last_sound = run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
-    raise RunFailure(
-        f"step {report.number}: loss is {loss:g} and gradient norm is {norm:g}; {touched}. {last_sound}, with a lower "
-        f"--optim.lr (now {run.config.optim.lr:g}) or --optim.max_norm (now {run.config.optim.max_norm:g})"
-    )

@@ -3,6 +3,7 @@
 config.yaml     the run's configuration       -> facts
 metrics.jsonl   one line per step             -> curves, and maps of layers x steps
 router.jsonl    one line every few steps      -> the load of layers x experts x steps, one byte each
+restarts.jsonl  one line per restart          -> facts
 fp8.jsonl       one line every few steps      -> maps of layers x steps of each kind of FP8 operand (fp8_summary.py)
 """
 
@@ -17,7 +18,7 @@ from moefold.anatomy.model_totals import active_parameters, total_parameters
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.run import Config, MoeConfig
-from moefold.observe.metrics import iterate_records
+from moefold.observe.metrics import iterate_records, read_records
 from moefold.observe.progress import compact_number
 from moefold.presets.recipe import recipe_base
 from moefold.web.downsample import DownsampledSeries
@@ -37,6 +38,7 @@ CODE_NONE = 0  # code of an expert that got no token
 CODE_UNKNOWN = 255  # code of an expert that was not measured
 HIGHEST_CODE = 254
 SHOWN_RUNS = 5
+SHOWN_RESTARTS = 5
 RUN_FILES = ("config.yaml", "metrics.jsonl")
 
 
@@ -153,7 +155,7 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
     layers = load["layers"] if load else moe_layer_numbers(config)
     return {
         "label": printable_text(label),
-        "facts": describe_run(config, series.last_step),
+        "facts": [*describe_run(config, series.last_step), ("restarts", describe_restarts(folder))],
         "strange": [printable_text(key) for key in unknown_keys],
         "last": series.last_values(),
         "curves": series.curve_data(),
@@ -285,6 +287,15 @@ def describe_run(config: Config, step: int) -> list[tuple[str, str]]:
         ("precision", describe_precision(config)),
         ("data", printable_text(config.data.source)),
     ]
+
+
+def describe_restarts(folder: Path) -> str:
+    """How often the run was started again after a fault, and the causes of the last few."""
+    records = read_records(folder / "restarts.jsonl")
+    restarts = [record for record in records if "restart" in record]
+    causes = [f"step {record['step']}: {record.get('cause')}" for record in records[-SHOWN_RESTARTS:]]
+    shown = "; ".join(map(printable_text, causes))
+    return f"{len(restarts)} ({shown})" if causes else "none"
 
 
 def describe_precision(config: Config) -> str:

@@ -269,6 +269,17 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "routing is not recorded over what is replayed": [
         ("--train.record_routing=a --train.replay_routing=a", 1, "train.record_routing = a"),
     ],
+    "the fault can be injected": [
+        ("--observe.fault=nothing", 1, "observe.fault = nothing begins with none of nan, inf, flip"),
+        ("--observe.fault=nan", 1, "names 0 of weight, gradient, output"),
+    ],
+    "skipped spikes are looked for": [
+        ("--train.skip_spikes=true", 1, "observe.spike = 0"),
+        ("--train.skip_spikes=true --observe.spike=9 --optim.when=backward --optim.clip_by=unit", 1, "optim.when"),
+    ],
+    "compared weights are whole until the update": [
+        ("--observe.compare_every=5 --optim.when=backward --optim.clip_by=unit", 1, "observe.compare_every = 5"),
+    ],
     "the checkpoint path names a place": [
         ("--checkpoint.path=://run", 1, "checkpoint.path = ://run"),
         ("--checkpoint.path=s3:bucket", 1, "checkpoint.path = s3:bucket"),

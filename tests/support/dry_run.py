@@ -43,7 +43,7 @@ from moefold.train.loop import (
     open_recorder,
     require_space_for_checkpoint,
 )
-from moefold.train.step import StepReport
+from moefold.train.step import StepOutputs, StepReport
 
 NODE_SIZE = 8
 ROOT = Path(__file__).parent.parent.parent
@@ -103,7 +103,9 @@ def report_of_nothing(run: Run, number: int) -> StepReport:
     """The report of a step that computed nothing: its counts went through the collectives of a real step."""
     begun = DeviceTime(run.world.device)
     numbers = torch.ones(3, dtype=torch.float64)  # loss, tokens, norm
-    return StepReport(number, 0.0, begun, numbers, run.model.balance())
+    held = run.gradients.held()
+    outputs = StepOutputs(numbers, run.model.balance(), held, None, {}, numbers[:1], None)
+    return StepReport(number, 0.0, begun, outputs)
 
 
 def dry_run(size: int, rank: int) -> DryRun:

@@ -3,6 +3,8 @@
     python -m tests.support.fault_trials hangs --trials 20      SIGSTOP of a random rank of 4 at a random moment
     python -m tests.support.fault_trials orphans --trials 10    launcher killed (KILL, HUP), standard output closed
     python -m tests.support.fault_trials options --trials 20    a rank that was started with another option
+    python -m tests.support.fault_trials nans --trials 20       a NaN in a random tensor of a random rank
+    python -m tests.support.fault_trials flips --trials 20      a bit of a replica's weight flipped in memory
 
 Each prints a line a trial and a summary; the exit code is the number of trials that failed. Ranks are forked warm
 (launched.py). `--seed` gives the same choices again.
@@ -21,12 +23,24 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.support.damaged_runs import (
+    LAYOUTS,
+    Held,
+    draw_fault,
+    draw_flip,
+    found_flips,
+    held_tensors,
+    is_named,
+    is_traced,
+    traced_faults,
+)
 from tests.support.launched import Launcher, has_steps, is_alive, launched, small_ranks, wait_until
-from tests.support.ranks import CONTEXT
+from tests.support.ranks import CONTEXT, run_ranks
 
 RANKS = 4
 STEP_TIMEOUT = 10
@@ -132,10 +146,39 @@ def option_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
     return Outcome(passed, f"{what} on rank {rank}: codes {codes}", time.monotonic() - begun)
 
 
+KINDS = ("weight", "mean", "mean_square", "gradient", "output")
+INTERVAL = 3
+
+
+@cache
+def held_by_ranks(layout: tuple[tuple[str, int], ...]) -> list[list[Held]]:
+    return run_ranks(held_tensors, RANKS, dict(layout), **dict(layout))
+
+
+def nan_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
+    layout = LAYOUTS[number % len(LAYOUTS)]
+    held = held_by_ranks(tuple(layout.items()))
+    fault = draw_fault(chance, KINDS[number % len(KINDS)], layout, held)
+    places = run_ranks(traced_faults, RANKS, layout, [fault], **layout)
+    passed = all(is_traced(fault, place) for (place,) in places)
+    found = {key: value for key, value in (places[0][0] or {}).items() if value not in (None, "")}
+    return Outcome(passed, f"{fault} on {layout or 'dp 4'}: {found}")
+
+
+def flip_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
+    fault = draw_flip(chance, held_by_ranks(()), INTERVAL)
+    records = run_ranks(found_flips, RANKS, [fault], INTERVAL)
+    passed = all(is_named(fault, INTERVAL, record) for (record,) in records)
+    found = records[0][0] or {}
+    return Outcome(passed, f"{fault}: ranks {found.get('ranks')} named at step {found.get('step')}")
+
+
 TRIALS: dict[str, Callable[[Path, random.Random, int], Outcome]] = {
     "hangs": hang_trial,
     "orphans": orphan_trial,
     "options": option_trial,
+    "nans": nan_trial,
+    "flips": flip_trial,
 }
 
 

@@ -14,8 +14,9 @@ from moefold.config.errors import RunFailure
 from moefold.layout.axes import World, single_rank_world
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run
+from moefold.train.non_finite import refuse_non_finite
 from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
-from moefold.train.step import refuse_non_finite, take_next_step
+from moefold.train.step import take_next_step
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL as SMALL_COMMAND
 from tests.support.runs import corpus, metrics

@@ -16,8 +16,9 @@ from moefold.layout.axes import World, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
+from moefold.train.non_finite import refuse_non_finite
 from moefold.train.parity import random_corpus, shrink_config
-from moefold.train.step import StepReport, refuse_non_finite, train_step
+from moefold.train.step import StepReport, train_step
 from tests.support.ranks import run_ranks
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

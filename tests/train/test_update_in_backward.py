@@ -14,8 +14,9 @@ from moefold.config.run import Config, ParallelConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
+from moefold.train.non_finite import refuse_non_finite
 from moefold.train.parity import random_corpus, shrink_config
-from moefold.train.step import refuse_non_finite, take_next_step
+from moefold.train.step import take_next_step
 from tests.support.ranks import run_ranks
 
 RANKS = 4

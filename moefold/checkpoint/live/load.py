@@ -25,6 +25,7 @@ OPTIONAL_PREFIXES = (
     "random.",
     "precision.",
     "clipping.",
+    "spikes.",
 )  # of state that a run may lack, or have where the checkpoint lacks it
 STATE_PREFIX = "optimizer."
 MAIN_SUFFIX = ".main"

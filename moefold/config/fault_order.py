@@ -1,0 +1,73 @@
+"""Orders of faults (`observe.fault`): damage done to a run on purpose, on one rank at one step, to see it found.
+
+    nan weight=blocks.1.moe.experts.down expert=2 rank=1 step=3      a weight in memory
+    nan mean=blocks.0.attention.query rank=0 step=3                  optimizer state: mean, mean_square, ...
+    nan gradient=head.norm.weight rank=0 step=3                      a gradient, before it is summed over ranks
+    inf output=attend layer=1 rank=0 step=3                          what a step of the model gives to the next
+    flip weight=embedding.weight bit=12 rank=2 step=3                one bit of a weight
+
+Without `expert` the first element is damaged that the rank holds. A restarted run does it again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moefold.printable import printable_text
+
+VALUES = ("nan", "inf", "flip")
+NUMBERS = ("expert", "layer", "rank", "step", "bit")
+STATE_KINDS = ("mean", "mean_square", "momentum", "main")
+PLACES = ("weight", "gradient", "output", *STATE_KINDS)
+LONGEST_NUMBER = 9  # digits
+
+
+class FaultOrder(NamedTuple):
+    """`place`: a kind of tensor (PLACES); `name`: of the parameter, or of the step of the model."""
+
+    value: str
+    place: str
+    name: str
+    rank: int = 0
+    step: int = 1
+    expert: int | None = None
+    layer: int | None = None
+    bit: int = 0
+
+    def is_due(self, rank: int, step: int) -> bool:
+        return (rank, step) == (self.rank, self.step)
+
+
+def parse_fault(text: str) -> FaultOrder:
+    """The fault of a value of `observe.fault`; ValueError where it is none."""
+    value, *words = text.split() or [""]
+    if value not in VALUES:
+        raise ValueError(f"begins with none of {', '.join(VALUES)}")
+    places: list[tuple[str, str]] = []
+    numbers: dict[str, int] = {}
+    for word in words:
+        name, _, said = word.partition("=")
+        if name in PLACES and said:
+            places.append((name, said))
+        elif name in NUMBERS and said.isdecimal() and len(said) <= LONGEST_NUMBER:
+            numbers[name] = int(said)
+        else:
+            known = ", ".join((*PLACES, *NUMBERS))
+            raise ValueError(f"has {printable_text(word)}, which gives none of {known}")
+    if len(places) != 1:
+        raise ValueError(f"names {len(places)} of {', '.join(PLACES)} instead of one")
+    place, name = places[0]
+    if value == "flip" and place != "weight":
+        raise ValueError(f"flips a bit of {place}; bits are flipped in a weight")
+    return FaultOrder(value, place, name, **numbers)
+
+
+def fault_problem(text: str) -> str | None:
+    """Why a value of `observe.fault` is none; None for a legal one."""
+    if not text:
+        return None
+    try:
+        parse_fault(text)
+    except ValueError as problem:
+        return str(problem)
+    return None

@@ -1,0 +1,304 @@
+"""Checks for values that are no numbers (NaN, infinities), by their place: in the state of a run, and in every value of
+a step while it runs.
+
+Each rank finds places of its own. A place has an order, the same on all ranks, so that the first of all ranks is the
+origin: state before the step, then forward from the first microbatch and layer on, then backward from the last layer
+on, then sums over ranks. Of state, optimizer state comes before main weights and those before weights: bad moments make
+bad weights, but a step with a bad gradient updates nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moefold.dispatch.base import Rows
+from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.weight_copies import keeps_values
+from moefold.model.steps import Carry, Step, StepRewrite, Steps, inside_recompute
+from moefold.optim.optimizer import MAIN_KIND
+from moefold.shard.storage import ShardedWeights
+from moefold.train.assemble import Run
+
+STATE, FORWARD, BACKWARD, SUMS = range(4)
+BEHIND_ALL_LAYERS = 1 << 20
+UNDEFINED_ROWS = ("rows", "receipt")  # of the carry: rows behind the last expert's have any values
+PlaceOrder = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BadPlace:
+    """A place of values that are no numbers. `kind`: weight, gradient, output, or a kind of optimizer state; `tensor`:
+    of a parameter, a module or an entry of the carry; `step`: the step of the model that made an output."""
+
+    order: PlaceOrder
+    rank: int
+    kind: str
+    tensor: str
+    layer: int | None = None
+    expert: int | None = None
+    step: str = ""
+    value: str = "NaN"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return asdict(self) | {"order": list(self.order)}
+
+    def __str__(self) -> str:
+        where = [f"{self.kind} {self.tensor}"]
+        if self.step:
+            where.append(f"step {self.step}")
+        if self.layer is not None:
+            where.append(f"layer {self.layer}")
+        if self.expert is not None:
+            where.append(f"expert {self.expert}")
+        where.append(f"rank {self.rank}")
+        return f"{self.value} in {', '.join(where)}"
+
+
+def first_bad(values: Tensor) -> int | None:
+    """The first element that is no number; None where all are."""
+    flat = values.detach().reshape(-1)
+    if flat.element_size() == 1:
+        flat = flat.float()  # FP8
+    finite = flat.isfinite()
+    if finite.all():
+        return None
+    return int(finite.logical_not().int().argmax())
+
+
+def name_of_value(values: Tensor, element: int) -> str:
+    value = values.detach().reshape(-1)[element].float()
+    return "NaN" if value.isnan() else "Inf"
+
+
+def layer_of_parameter(name: str) -> int | None:
+    words = name.split(".")
+    return int(words[1]) if words[0] == "blocks" else None
+
+
+def expert_of_element(parameter: DeclaredParameter, element: int) -> int | None:
+    """The expert that an element of this rank's part belongs to, counted over all ranks."""
+    if parameter.declaration.placement.grid != "expert":
+        return None
+    begin, count = parameter.part[0]
+    each = parameter.tensor.numel() // count
+    return begin + element // each
+
+
+def bad_state(run: Run) -> BadPlace | None:
+    """The first bad place in this rank's state: optimizer state, main weights, weights, buffers, in this order. Where
+    several ranks have the same bad weight, the one that updates it comes first."""
+    found: list[BadPlace] = []
+    rank = run.world.rank
+    owned: dict[str, list[range]] = {}
+    for number, (parameter, kind, first, values) in enumerate(run.optimizer.state()):
+        window = range(first, first + len(values))
+        owned.setdefault(parameter.name, []).append(window)
+        flat = values if isinstance(values, Tensor) else values.get(0, len(values))
+        element = first_bad(flat) if len(flat) else None
+        if element is not None:
+            order = (STATE, int(kind == MAIN_KIND), 0, number)
+            value = name_of_value(flat, element)
+            found.append(place_in_parameter(order, rank, kind, parameter, first + element, value))
+    run.parameters.await_all_buckets()
+    for number, parameter in enumerate(declared_parameters(run.model)):
+        tensor = parameter.tensor
+        element = first_bad(tensor) if keeps_values(tensor) else None
+        if element is not None:
+            windows = owned.get(parameter.name, [])
+            is_foreign = not any(element in window for window in windows)
+            order = (STATE, 2, int(is_foreign), number)
+            value = name_of_value(tensor, element)
+            found.append(place_in_parameter(order, rank, "weight", parameter, element, value))
+    found += bad_shares(run)
+    for number, (name, buffer) in enumerate(run.model.named_buffers()):
+        element = first_bad(buffer) if buffer.is_floating_point() else None
+        if element is not None:
+            value = name_of_value(buffer, element)
+            found.append(BadPlace((STATE, 3, 0, number), rank, "buffer", name, layer_of_parameter(name), value=value))
+    return min(found, key=lambda place: place.order, default=None)
+
+
+def bad_shares(run: Run) -> Iterator[BadPlace]:
+    """Bad weights in shares of parameters that have no memory of their own (zero3)."""
+    for share in run.optimizer.shares:
+        bucket = share.bucket
+        if not isinstance(share.storage, ShardedWeights):
+            continue
+        mine = share.storage.weights_of_share(bucket.share)
+        for piece in bucket.pieces():
+            part = mine[piece.window]
+            element = first_bad(part) if len(part) else None
+            if element is not None:
+                order = (STATE, 2, 0, share.number)
+                value = name_of_value(part, element)
+                place = piece.first + element
+                yield place_in_parameter(order, run.world.rank, "weight", piece.parameter, place, value)
+
+
+def place_in_parameter(
+    order: PlaceOrder, rank: int, kind: str, parameter: DeclaredParameter, element: int, value: str
+) -> BadPlace:
+    layer = layer_of_parameter(parameter.name)
+    expert = expert_of_element(parameter, element)
+    return BadPlace(order, rank, kind, parameter.name, layer, expert, value=value)
+
+
+def depth_of_step(step: Step) -> int:
+    """Where a step lies in the model: its layer, before all layers (the embedding), or behind them."""
+    if step.layer is not None:
+        return step.layer
+    return -1 if step.spec.name == "embed" else BEHIND_ALL_LAYERS
+
+
+class StepInChecks(threading.local):
+    """The step that this thread runs now, and how many values of it were looked at. Exchanges may have a thread."""
+
+    def __init__(self):
+        self.step: Step | None = None
+        self.order: PlaceOrder = ()
+        self.looks = 0
+
+
+class FiniteChecks:
+    """Checks of every value that a step of training makes on this rank: outputs of the model's steps and modules, their
+    gradients, gradients of parameters. The first bad place of forward and backward is kept."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.rank = run.world.rank
+        self.first: BadPlace | None = None
+        self.parameters = {parameter.name: parameter for parameter in declared_parameters(run.model)}
+        self.runs = Counter[tuple[int, str, bool]]()  # of each step so far, in forward and in recompute
+        self.open = StepInChecks()
+        self.in_backward: PlaceOrder = (0, 0, 0)  # the step that backward is in
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        model = self.run.model
+        rewrite = model.rewrite_steps
+        model.rewrite_steps = partial(self.check_steps, rewrite)
+        hooks: list[Any] = []
+        for name, module in model.named_modules():
+            if ".experts." not in f"{name}.":  # its rows may be undefined; the experts' output is looked at
+                hooks.append(module.register_forward_hook(partial(self.look_at_module, name)))
+        readers = self.run.gradients.sum_readers
+        readers.append(self.look_at_sum)
+        try:
+            yield
+        finally:
+            readers.remove(self.look_at_sum)
+            for hook in hooks:
+                hook.remove()
+            model.rewrite_steps = rewrite
+
+    def keep_first(self, place: BadPlace) -> None:
+        if self.first is None or place.order < self.first.order:
+            self.first = place
+
+    def check_steps(self, rewrite: StepRewrite, steps: Steps) -> Steps:
+        checked: Steps = []
+        for index, step in enumerate(steps):
+            run = partial(self.run_checked, step, index)
+            checked.append(replace(step, run=run))
+        return rewrite(checked)
+
+    def run_checked(self, step: Step, index: int, carry: Carry) -> Carry:
+        again = inside_recompute()
+        depth = depth_of_step(step)
+        seen = (depth, step.spec.name, again)
+        microbatch = self.runs[seen]
+        self.runs[seen] += 1
+        now = self.open
+        now.step, now.order, now.looks = step, (microbatch, depth, index), 0
+        rows = carry.get("rows")
+        given = set(map(id, tree_leaves(carry)))
+        carry = step.run(carry)
+        for name, entry in carry.items():
+            if name not in UNDEFINED_ROWS:
+                for leaf in tree_leaves(entry):
+                    if isinstance(leaf, Tensor) and id(leaf) not in given:
+                        self.look_at_output(name, leaf, rows if name == "y_RD" else None)
+        now.step = None
+        return carry
+
+    def look_at_output(self, name: str, leaf: Tensor, rows: Rows | None) -> None:
+        """Look at an entry of the carry now, and at its gradient in backward."""
+        if not leaf.is_floating_point():
+            return
+        step = self.open.step
+        assert step is not None
+        order = self.open.order
+        if not inside_recompute():
+            self.look("output", name, leaf, (FORWARD, *order, self.next_look()), step, rows)
+        if leaf.requires_grad:
+            leaf.register_hook(partial(self.look_at_gradient, name, step, order, rows))
+
+    def look_at_module(self, name: str, _module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        step = self.open.step
+        if step is None or inside_recompute():
+            return
+        rows = next((given for given in inputs if isinstance(given, Rows)), None)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                order = (FORWARD, *self.open.order, self.next_look())
+                self.look("output", name, leaf, order, step, rows)
+
+    def next_look(self) -> int:
+        self.open.looks += 1
+        return self.open.looks
+
+    def look_at_gradient(self, name: str, step: Step, order: PlaceOrder, rows: Rows | None, gradient: Tensor) -> None:
+        microbatch, depth, index = order
+        self.in_backward = (microbatch, -depth, -index)
+        self.look("gradient", name, gradient, (BACKWARD, *self.in_backward, 0), step, rows)
+
+    def look_at_sum(self, name: str, total: Tensor) -> None:
+        """Look at this rank's sum of a parameter's gradients."""
+        element = first_bad(total)
+        if element is not None:
+            order = (BACKWARD, *self.in_backward, 1)
+            value = name_of_value(total, element)
+            parameter = self.parameters[name]
+            self.keep_first(place_in_parameter(order, self.rank, "gradient", parameter, element, value))
+
+    def look(self, kind: str, name: str, values: Tensor, order: PlaceOrder, step: Step, rows: Rows | None) -> None:
+        if rows is not None:
+            values = values[: int(rows.order.ends_e[-1])]
+        element = first_bad(values)
+        if element is None:
+            return
+        expert = None
+        if rows is not None:
+            row = element // (values.numel() // len(values))
+            expert = self.expert_of_row(row, rows)
+        value = name_of_value(values, element)
+        self.keep_first(BadPlace(order, self.rank, kind, name, step.layer, expert, step.spec.name, value))
+
+    def expert_of_row(self, row: int, rows: Rows) -> int:
+        ends_e = rows.order.ends_e
+        local = int(torch.searchsorted(ends_e, row, right=True))
+        return self.run.world.ep.index * len(ends_e) + local
+
+    def look_at_reduced(self) -> None:
+        """Look at this rank's shares of the sums over ranks."""
+        for bucket in self.run.gradients.buckets:
+            share = bucket.reduced_gradient_share
+            for piece in bucket.pieces():
+                part = share[piece.window]
+                element = first_bad(part) if len(part) else None
+                if element is not None:
+                    value = name_of_value(part, element)
+                    place = piece.first + element
+                    order = (SUMS, 0, 0, 0, 0)
+                    self.keep_first(place_in_parameter(order, self.rank, "gradient sum", piece.parameter, place, value))

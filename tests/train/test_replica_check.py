@@ -1,0 +1,57 @@
+"""Replicas are compared by checksums of their weights in every step: a flipped bit names its rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moefold.layout.axes import World
+from moefold.observe.metrics import read_records
+from moefold.train.replica_check import compare_replicas, find_odd_ranks
+from moefold.train.step import take_next_step
+from tests.support.damaged_runs import damaged_config, damaged_run, found_flips, is_named
+from tests.support.launched import launched, small_ranks
+from tests.support.ranks import run_ranks
+
+FLIPS = [
+    "flip weight=blocks.0.attention.query.weight bit=3 rank=2 step=2",
+    "flip weight=blocks.1.moe.experts.down bit=31 rank=0 step=4",
+    "flip weight=embedding.weight bit=0 rank=1 step=3",
+]
+
+
+def test_the_rank_of_a_flipped_bit_is_named_within_the_interval():
+    for records in run_ranks(found_flips, 4, FLIPS, 3):
+        for fault, record in zip(FLIPS, records, strict=True):
+            assert is_named(fault, 3, record), (fault, record)
+
+
+def compared_steps(world: World, parallel: dict[str, int]) -> int:
+    run = damaged_run(world, damaged_config(parallel, compare_every=1))
+    for _ in range(2):
+        take_next_step(run)
+        compare_replicas(run)
+    return run.step
+
+
+def test_sound_replicas_agree_on_layouts_with_shards_of_weights_experts_and_layers():
+    for layout in ({"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}):
+        assert run_ranks(compared_steps, 4, layout, **layout) == [2] * 4
+
+
+def test_of_three_replicas_the_odd_one_is_named_and_of_two_both():
+    part, other = ("a", (), 1, 0), ("b", (), 1, 0)
+    assert find_odd_ranks([{part: 1}, {part: 2}, {part: 1}]) == {1: [0, 2]}
+    assert find_odd_ranks([{part: 1}, {part: 2}]) == {0: [], 1: []}
+    assert find_odd_ranks([{part: 1}, {other: 2}]) == {}
+
+
+def test_a_run_stops_before_it_saves_weights_of_replicas_that_differ(tmp_path: Path):
+    flip = "flip weight=head.norm.weight bit=9 rank=1 step=2"
+    keys = ["--observe.compare_every", "100", "--checkpoint.every", "3", "--train.steps", "6", "--observe.fault", flip]
+    with launched(small_ranks(tmp_path, "a", 4, *keys), tmp_path / "log") as launcher:
+        assert launcher.wait() == 1, launcher.output()
+        said = launcher.output()
+    assert "weights of rank 1 differ from those of its replicas on ranks 0, 2, 3, in a step from 1 to 3" in said
+    assert "there is no checkpoint" in said
+    (fault,) = read_records(tmp_path / "a" / "faults.jsonl")
+    assert (fault["cause"], fault["ranks"], fault["step"]) == ("replicas differ", [1], 3)
