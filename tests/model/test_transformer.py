@@ -169,7 +169,8 @@ def test_a_tied_head_gets_the_gradients_of_both_of_its_uses():
 @pytest.mark.parametrize("model", [RICH, LATENT, AHEAD], ids=["dense first", "latent", "ahead"])
 def test_checkpointing_every_region_gives_the_same_gradients_to_the_bit(model: ModelConfig):
     plain, recomputing = make(model, "fp32"), make(model, "fp32")
-    regions = [module for module in recomputing.modules() if isinstance(module, Region)]
+    every_region = [module for module in recomputing.modules() if isinstance(module, Region)]
+    regions = [region for region in every_region if region.name != "swap"]  # which one cp rank does not do
     calls: list[str] = []
 
     def around(fn, *inputs):
