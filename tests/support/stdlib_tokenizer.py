@@ -2,9 +2,9 @@
 
     python -m tests.support.stdlib_tokenizer moefold/data/stdlib_tokenizer/tokenizer.json
 
-The file is a function of the text and of the constants below; the library of CPython 3.11.7 and tokenizers 0.23.3
-made the one in the package. Training is on whole documents, in the order of `stdlib_documents`. Ids: 0 is the end
-token, 1 to 256 are bytes, and every further id is the next best merge.
+The file is a function of the text and of the constants below; the library of CPython 3.11.7 on aarch64 and tokenizers
+0.23.3 made the one in the package. Training is on whole documents, in the order of `stdlib_documents`. Ids: 0 is the
+end token, 1 to 256 are bytes, and every further id is the next best merge.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from moefold.data.documents import stdlib_documents
 from moefold.data.tokenizer import STDLIB_ENTRIES
 
-MADE_WITH = ("3.11.7", "0.23.3")  # Python and tokenizers
+MADE_WITH = ("3.11.7", "0.23.3", "aarch64")  # Python, tokenizers, and the machine, whose build settings are a file
 END_TOKEN = "<|endoftext|>"
 LONGEST_TOKEN = 16  # characters: long lines of one file are no words
 # Words with the space before them, numbers of up to three digits, runs of signs, indentation apart from what follows.
