@@ -125,6 +125,7 @@ def wander(world: World, folder: str, layouts: list[Config], way: list[int]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # eight ranks for minutes: beside eight others they would pass the limit of a test
 def test_any_layout_takes_up_what_any_other_saved(tmp_path: Path):
     layouts, way = chosen_layouts(seed=7)
     assert len(set(pairwise(way))) == PAIRS
