@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -17,10 +17,12 @@ from moefold.checkpoint.format.ledger import LedgerDifference, compare_ledgers
 from moefold.checkpoint.format.manifest import DamagedCheckpoint
 from moefold.checkpoint.format.retention import newest_checkpoint
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
-from moefold.checkpoint.format.verify import OpenedCheckpoint, open_checkpoint, verify_checkpoint
 from moefold.config.errors import UserError
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
+
+if TYPE_CHECKING:
+    from moefold.checkpoint.format.verify import OpenedCheckpoint
 
 MOST_LINES = 50  # printed differences and problems; --json has all
 MANIFEST_FACTS = ("step", "moefold", "torch", "layout")
@@ -45,6 +47,8 @@ FORM = CommandForm("ckpt", CkptOptions)
 
 
 def run_command(argv: Sequence[str]) -> int:
+    from moefold.checkpoint.format.verify import open_checkpoint, verify_checkpoint  # numpy, from here on
+
     options, _ = read_options(FORM, argv)
     compares = options.what == "diff"
     if compares != (options.other is not None):

@@ -11,7 +11,6 @@ import tyro
 from moefold.config.errors import UserError
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
-from moefold.web.report import render_report
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,8 @@ def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(FORM, argv)
     if not options.runs:
         raise UserError("no run is given; expected the folder of at least one, such as moefold report runs/tiny")
+    from moefold.web.report import render_report  # numpy, from here on
+
     page = render_report(options.runs)
     out = options.out or default_report_path(options.runs)
     if out.is_dir():
