@@ -16,6 +16,7 @@ from moefold.config.run import Config
 from moefold.layout.spawn import find_free_port
 from moefold.presets.zoo import PRESETS
 from moefold.version import __version__
+from tests.support.machine_speed import slowness
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -60,7 +61,9 @@ QUICK = {
 @pytest.mark.alone
 @pytest.mark.parametrize("what", QUICK)
 def test_the_answer_comes_within_a_second_and_without_torch(what: str):
+    """A second on a machine of usual speed."""
     words, code = QUICK[what]
+    limit = slowness()
     best = 99.0
     for _ in range(3):
         begun = time.perf_counter()
@@ -68,9 +71,9 @@ def test_the_answer_comes_within_a_second_and_without_torch(what: str):
         best = min(best, time.perf_counter() - begun)
         assert done.returncode == code, done.stderr
         assert done.stderr.splitlines()[-1] == "no torch"
-        if best < 1.0:
+        if best < limit:
             break
-    assert best < 1.0, f"{best:.2f} s at best of three"
+    assert best < limit, f"{best:.2f} s at best of three; at most {limit:.2f} on this machine"
 
 
 def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]):

@@ -13,6 +13,7 @@ import pytest
 
 from moefold.cli.main import run_command_line
 from moefold.presets.recipe import resolve_recipe
+from tests.support.machine_speed import slowness
 
 LAYOUT = ("deepseek-v3", "--gpus", "256", "--gpu", "gb200", "--parallel.pp", "4", "--pipeline.vpp", "4")
 PUBLISHED = (*LAYOUT, "--parallel.ep", "64", "--gbs", "8192", "--precision", "mxfp8", "--recompute", "mlp")
@@ -171,5 +172,5 @@ def test_it_starts_at_once_and_without_torch():
     )
     begun = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stderr.split()[-1]) < 1.0
+    assert float(done.stderr.split()[-1]) < slowness()
     assert time.perf_counter() - begun < 30
