@@ -17,9 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_peak_memory_is_within_five_percent_and_time_within_fifteen(name: str):
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("the planner's figures of an H200 are compared")
-    model, values = PLAN_CASES[name]
-    said = planned_figures(model, values, "h200")
+    case = PLAN_CASES[name]
+    values = case.overrides()
+    said = planned_figures(case.model, values, "h200")
     free_device_memory("cuda")
-    took = time_moefold_steps(plan_case_config(model, values), 5, None)
+    took = time_moefold_steps(plan_case_config(case.model, values), 5, None)
     assert said["peak_gib"] == pytest.approx(took.peak_gib, rel=0.05)
     assert said["step_ms"] == pytest.approx(took.milliseconds, rel=0.15)

@@ -19,7 +19,6 @@ from typing import Any
 
 HERE = Path(__file__).parents[2]
 SPEEDS = ("tokens_per_s", "tflops")  # of a row's contenders, the first that is there
-START = "import sys; from moefold.cli.main import run_command_line; sys.exit(run_command_line(sys.argv[1:]))"
 Figures = dict[str, float]  # by row and contender
 
 
@@ -57,7 +56,7 @@ def turns(rounds: int) -> list[str]:
 def speeds_of_tree(tree: Path, command: list[str]) -> Figures:
     others = os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join([str(tree), *filter(None, [others])])
-    words = [sys.executable, "-P", "-c", START, *command, "--json"]
+    words = [sys.executable, "-P", "-m", "moefold", *command, "--json"]
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, cwd=tree, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"the command ended with {done.returncode} in {tree}")

@@ -92,8 +92,8 @@ def kept_cases(draw: CaseInputs) -> Iterator[tuple[str, tuple[Any, ...]]]:
         inner = max(width, 128)
         da_RF = draw.normal(rows, inner)
         weight_R = draw.wide(rows, seed=2).abs()
-        padded = tiles.padded_rows
-        h_PN = draw.normal(padded, 2 * inner, seed=3)
+        h_RN = draw.normal(rows, 2 * inner, seed=3)
+        h_PN = pad_to_tiles(h_RN, tiles)  # products of padding are zeros without a sign
         blocks = quantise_blocks(h_PN, ScaleRule())
         yield f"{name}, h in its own precision", (da_RF, h_PN, weight_R, tiles)
         yield f"{name}, h in FP8", (da_RF, blocks, weight_R, tiles)
