@@ -91,33 +91,56 @@ class RouterLog:
 
 
 class DeadExpertWatch:
-    """Warns once for each expert without a token for `patience` steps in a row; a later token resets its count."""
+    """Warns once for each expert without a token for `patience` steps in a row; a later token resets its count. After a
+    warning the next comes `patience` steps later at the earliest, and tells all experts in between."""
 
     def __init__(self, patience: int = 20):
         self.patience = patience
         self.idle_LE: np.ndarray | None = None  # steps in a row in which an expert got no token
+        self.untold_LE = np.zeros(1, dtype=bool)
+        self.silent_steps = patience  # since the last warning
 
     def look(self, counts: RouterCounts) -> str | None:
-        """A warning about the experts that reached `patience` in this step, or None."""
+        """A warning about the experts that reached `patience` since the last one, or None."""
         load_LE = np.asarray(counts.load)
         if self.idle_LE is None:
             self.idle_LE = np.zeros_like(load_LE)
         is_idle_LE = load_LE == 0
         self.idle_LE = np.where(is_idle_LE, self.idle_LE + 1, 0)
         is_dead_LE = self.idle_LE == self.patience
-        dead: list[str] = []
-        for layer, is_dead_E in zip(counts.layers, is_dead_LE, strict=True):
-            ids = np.flatnonzero(is_dead_E).tolist()
-            if ids:
-                noun = "expert" if len(ids) == 1 else "experts"
-                dead.append(f"{noun} {listed_experts(ids)} of layer {layer}")
-        if not dead:
+        self.untold_LE = (self.untold_LE | is_dead_LE) & is_idle_LE
+        self.silent_steps += 1
+        if self.silent_steps < self.patience or not self.untold_LE.any():
             return None
-        experts = "; ".join(dead)
+        dead = dead_by_layer(counts.layers, self.untold_LE)
+        self.untold_LE[:] = False
+        self.silent_steps = 0
         return (
-            f"warning: {experts} got no token for {self.patience} steps; "
+            f"warning: {listed_layers(dead)} got no token for {self.patience} steps; "
             "raise --model.moe.balance.bias_rate or --model.moe.balance.aux_loss to bring them back"
         )
+
+
+def dead_by_layer(layers: Sequence[int], is_dead_LE: np.ndarray) -> dict[int, list[int]]:
+    dead: dict[int, list[int]] = {}
+    for layer, is_dead_E in zip(layers, is_dead_LE, strict=True):
+        ids = np.flatnonzero(is_dead_E).tolist()
+        if ids:
+            dead[layer] = ids
+    return dead
+
+
+def listed_layers(dead: dict[int, list[int]]) -> str:
+    """experts 3, 5 of layer 1; of many layers, the first three and the number of experts in the others."""
+    shown: list[str] = []
+    for layer, ids in list(dead.items())[:3]:
+        noun = "expert" if len(ids) == 1 else "experts"
+        shown.append(f"{noun} {listed_experts(ids)} of layer {layer}")
+    others = list(dead.values())[3:]
+    if others:
+        experts = sum(map(len, others))
+        shown.append(f"{experts} more in {len(others)} other layers")
+    return "; ".join(shown)
 
 
 def listed_experts(ids: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.observe.metrics import read_records
-from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
+from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary, listed_layers
 
 
 def counted(*load: list[int], dropped: list[int] | None = None, moved: list[int] | None = None) -> RouterCounts:
@@ -106,12 +106,24 @@ def test_a_pause_shorter_than_the_patience_is_no_death():
     assert not any(warnings(watcher, *([[0, 1], [0, 1], [1, 1]] * 5)))
 
 
-def test_a_later_death_is_told_without_repeating_the_earlier():
-    said = warnings(DeadExpertWatch(patience=2), [0, 1, 1], [0, 0, 1], [0, 0, 1])
+def test_a_later_death_is_told_without_repeating_the_earlier_and_not_at_once():
+    said = warnings(DeadExpertWatch(patience=2), [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 1])
     assert said[1] is not None
     assert "expert 0 of" in said[1]
-    assert said[2] is not None
-    assert "expert 1 of" in said[2]
+    assert said[3] is not None
+    assert "expert 1 of" in said[3]
+    assert [said[0], said[2], said[4]] == [None] * 3
+
+
+def test_a_death_that_ended_before_it_could_be_told_is_not_told():
+    said = warnings(DeadExpertWatch(patience=2), [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1])
+    assert said[1] is not None
+    assert said[2:] == [None] * 3
+
+
+def test_of_many_layers_three_are_listed():
+    dead = {layer: [layer, layer + 1] for layer in range(1, 49)}
+    assert listed_layers(dead).endswith("experts 3, 4 of layer 3; 90 more in 45 other layers")
 
 
 def test_many_deaths_in_many_layers_are_one_line_of_bearable_length():
