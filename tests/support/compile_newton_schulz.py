@@ -12,7 +12,7 @@ from tests.support.compile_quantise import compile_for_hopper
 
 TYPES = {"x_NE": "*bf16", "sums_NB": "*fp32", "least": "fp32", "add_NRR": "*fp16", "out_NRR": "*fp16"}
 TYPES |= {"alpha": "fp32", "beta": "fp32", "diagonal": "fp32"}
-SIZES = {"TILE": gram.TILE, "WIDE": gram.WIDE, "DEPTH": gram.DEPTH}
+SIZES = {"TILE": gram.TILE, "DEPTH": gram.DEPTH}
 
 
 def blocks(rows: int, columns: int) -> str:
@@ -30,8 +30,8 @@ def kernels() -> Iterator[tuple[str, str]]:
     yield "symmetric product and sum", compile_for_hopper(symmetric, both, SIZES | {"ADDS": True}, gram.ROOM)
     alone = SIZES | {"ADDS": False, "add_NRR": None}
     yield "symmetric product", compile_for_hopper(symmetric, both, alone, gram.ROOM)
-    left = {"q_NRR": tiles, "x_NRC": blocks(gram.DEPTH, gram.WIDE), "out_NRC": "*bf16"}
-    yield "product", compile_for_hopper(gram.left_product_kernel, left, SIZES, gram.WIDE_ROOM)
+    left = {"q_NRR": tiles, "x_NRC": blocks(gram.DEPTH, gram.TILE), "out_NRC": "*bf16"}
+    yield "product", compile_for_hopper(gram.left_product_kernel, left, SIZES, gram.ROOM)
 
 
 def yes_if(found: bool) -> str:

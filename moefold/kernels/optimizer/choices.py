@@ -15,11 +15,6 @@ def fused_blocks_run(facts: Facts) -> bool:
     return triton_computes(facts) and fp8_casts_run(facts)
 
 
-def cost_of_untimed(_: Facts) -> float:
-    """More than that of the others: it runs where it is asked for (kernels.force)."""
-    return 1.0
-
-
 CHOICES: Choices = {
     "adamw": (
         Choice(
@@ -53,17 +48,16 @@ CHOICES: Choices = {
     ),
     "newton_schulz": (
         Choice(
+            "gram",
+            hopper_bf16_runs,
+            "Hopper with Triton, bf16",
+            "half the tiles of symmetric products, two products with the whole matrix",
+        ),
+        Choice(
             "batched",
             runs_on_cuda,
             "cuda",
             "products of all matrices of one shape at once",
-        ),
-        Choice(
-            "gram",
-            hopper_bf16_runs,
-            "Hopper with Triton, bf16",
-            "half the tiles of symmetric products, two products with the whole matrix; never timed on a card",
-            cost_of_untimed,
         ),
     ),
 }

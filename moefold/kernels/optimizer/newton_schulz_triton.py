@@ -38,11 +38,9 @@ from moefold.kernels.tile_triton import (
     wide_program_id,
 )
 
-TILE = 128  # rows and columns of a tile of a symmetric product
-WIDE = 256  # columns of a tile of Q X
+TILE = 128  # rows and columns of a tile
 DEPTH = 64  # of a block of K: 128 bytes
-ROOM = {"num_warps": 4, "num_stages": 4}
-WIDE_ROOM = {"num_warps": 8, "num_stages": 3}
+ROOM = {"num_warps": 4, "num_stages": 3}  # a multiprocessor holds two programs: one multiplies while one stores
 SQUARES = 4096  # elements whose squares a program adds
 STRIPE = 64  # rows and columns that a program divides by the norm
 ALIGNED = 8  # elements: rows begin at multiples of 16 bytes, as TMA needs
@@ -162,19 +160,19 @@ def symmetric_product_kernel(
 @triton.jit
 def left_product_kernel(
     q_NRR, x_NRC, out_NRC, R, C, matrix_stride, row_stride, column_stride,
-    TILE: constexpr, WIDE: constexpr, DEPTH: constexpr,
+    TILE: constexpr, DEPTH: constexpr,
 ):  # fmt: skip
     """Q X, in the type and the layout of the output."""
     matrix = tl.program_id(2)
     first_row = tl.program_id(0) * TILE
-    first_column = tl.program_id(1) * WIDE
-    sums = fp32_zeros(TILE, WIDE)
+    first_column = tl.program_id(1) * TILE
+    sums = fp32_zeros(TILE, TILE)
     for k in range(0, R, DEPTH):
         q = load_tile(q_NRR, matrix, first_row, k, TILE, DEPTH)
-        x = load_tile(x_NRC, matrix, k, first_column, DEPTH, WIDE)
+        x = load_tile(x_NRC, matrix, k, first_column, DEPTH, TILE)
         sums = tl.dot(q, x, sums)
     r = numbers_from(first_row, TILE)
-    c = numbers_from(first_column, WIDE)
+    c = numbers_from(first_column, TILE)
     inside = tile_mask(r < R, c < C)
     out = out_NRC + matrix.to(tl.int64) * matrix_stride
     out_at = out + r[:, None] * row_stride + c[None, :] * column_stride
@@ -295,9 +293,9 @@ def launch_symmetric(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None, fact
 
 def launch_left_product(q: Tensor, x: Tensor, out: Tensor) -> None:
     count, rows, columns = x.shape
-    grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, WIDE), count)
-    blocks = described(q, TILE, DEPTH), described(x, DEPTH, WIDE)
-    left_product_kernel[grid](*blocks, out, rows, columns, *out.stride(), TILE, WIDE, DEPTH, **WIDE_ROOM)
+    grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE), count)
+    blocks = described(q, TILE, DEPTH), described(x, DEPTH, TILE)
+    left_product_kernel[grid](*blocks, out, rows, columns, *out.stride(), TILE, DEPTH, **ROOM)
 
 
 def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
