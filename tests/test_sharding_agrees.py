@@ -1,4 +1,5 @@
-"""Full sharding and copies of shares give what one rank gives, on any layout, and hold at most two units whole."""
+"""Full sharding, copies of shares and sums in two levels give what one rank gives, on any layout, and hold at most two
+units whole."""
 
 from __future__ import annotations
 
@@ -84,12 +85,13 @@ class Recomputing:
 
 @dataclass(frozen=True)
 class Case:
-    """A layout on some ranks; `mode` and `replicas` of its shares."""
+    """A layout on some ranks; `mode`, `replicas` and `sync` of its shares."""
 
     world: int
     change: Change = base
     mode: str = "zero3"
     replicas: int = 1
+    sync: str = "flat"
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     layers: int | None = None
@@ -99,14 +101,14 @@ class Case:
         beside = " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
         schedule = f"{self.pipeline.schedule} vpp{self.pipeline.vpp}" if self.parallel.pp > 1 else ""
         passes = " ".join(name for name in ("pair", "defer") if getattr(self.pipeline, name))
-        words = (self.mode, f"x{self.replicas}", self.change.__name__, beside, schedule, passes)
+        words = (self.mode, f"x{self.replicas}", self.sync, self.change.__name__, beside, schedule, passes)
         return " ".join(word for word in words if word)
 
     @property
     def config(self) -> Config:
         config = self.change(PRESETS["tiny"]())
         train = replace(config.train, precision="fp64")
-        shard = ShardConfig(self.mode, self.replicas)  # pyright: ignore[reportArgumentType]
+        shard = ShardConfig(self.mode, self.replicas, self.sync)  # pyright: ignore[reportArgumentType]
         config = replace(config, train=train, shard=shard, parallel=self.parallel, pipeline=self.pipeline)
         small = shrink_config(config, self.world)
         model = replace(small.model, layers=self.layers or small.model.layers)
@@ -114,14 +116,22 @@ class Case:
         return check_config(replace(small, model=model, pipeline=replace(small.pipeline, layout=layout)), self.world)
 
 
-def on(world: int, change: Change = base, replicas: int = 1, mode: str = "zero3", **degrees: Any) -> Case:
-    return Case(world, change, mode, replicas, parallel=ParallelConfig(**degrees))
+def on(
+    world: int, change: Change = base, replicas: int = 1, mode: str = "zero3", sync: str = "flat", **degrees: Any
+) -> Case:  # fmt: skip
+    return Case(world, change, mode, replicas, sync, parallel=ParallelConfig(**degrees))
+
+
+def on_nodes(world: int, change: Change = base, **keys: Any) -> Case:
+    """Nodes of two ranks."""
+    return on(world, change, sync="hierarchical", **keys)
 
 
 def piped(world: int, pipeline: PipelineConfig, change: Change = base, layers: int = 4, **degrees: Any) -> Case:
     replicas = degrees.pop("replicas", 1)
+    sync = degrees.pop("sync", "flat")
     parallel = ParallelConfig(**{"pp": 2, **degrees})
-    return Case(world, change, "zero3", replicas, pipeline, parallel, layers)
+    return Case(world, change, "zero3", replicas, sync, pipeline, parallel, layers)
 
 
 ON_FOUR = [
@@ -154,6 +164,11 @@ ON_FOUR = [
     piped(4, PipelineConfig("1f1b", pair=True), replicas=2),
     piped(4, PipelineConfig("zb_v", 2), Recomputing("layer")),
     piped(4, PipelineConfig("1f1b", layout="Ettt|tmL"), ahead),
+    on_nodes(4),
+    on_nodes(4, mode="zero1", ep=2),
+    on_nodes(4, tied, mode="zero1", cp=2),
+    on_nodes(4, muon, mode="zero1", etp=2),
+    on_nodes(4, Recomputing("layer"), tp=2),
 ]
 ON_EIGHT = [
     on(8, ep=4),
@@ -164,6 +179,9 @@ ON_EIGHT = [
     piped(8, PipelineConfig("dualpipe_v", 2), ep=2, replicas=2),
     piped(8, PipelineConfig("1f1b", pair=True, defer=True), cp=2, ep=2, dispatcher="dedup"),
     piped(8, PipelineConfig("gpipe", 1, layout="Ettt|mmL"), tied_ahead, layers=3, tp=2),
+    on_nodes(8, replicas=2, ep=2),
+    on_nodes(8, documents, mode="zero1", cp=2, ep=2, context="all_gather"),
+    piped(8, PipelineConfig("1f1b", pair=True), sync="hierarchical"),
 ]
 
 Found = tuple[list[TraceEntry], ResidentWeights]
@@ -174,8 +192,9 @@ def see(world: World, cases: list[Case]) -> list[Found]:
     found: list[Found] = []
     for case in cases:
         config = case.config
-        replicas = config.shard.replicas
-        here = create_world(world.rank, world.size, world.device, config.parallel, node_size=4, replicas=replicas)
+        node_size = 2 if case.sync == "hierarchical" else 4
+        shard = config.shard
+        here = create_world(world.rank, world.size, world.device, config.parallel, node_size=node_size, shard=shard)
         run, weights = assemble_watched_run(config, here, random_corpus(config))
         seen: list[TraceEntry] = []
         with run.executor.observed_by(weights):

@@ -51,6 +51,6 @@ class TrainingRun:
 def run(config: Config, out: str | Path = ".", corpus: Corpus | None = None) -> Iterator[TrainingRun]:
     """The run of a configuration, on the ranks that torchrun or Slurm started, or on one. `corpus` replaces the text
     that the configuration names. Nothing is written to `out`: saving and logging are the command line's."""
-    with joined_world(config.parallel, config.train.device, config.shard.replicas) as world:
+    with joined_world(config.parallel, config.train.device, config.shard) as world:
         assembled = assemble_run(config, world, Path(out), corpus)
         yield TrainingRun(assembled)

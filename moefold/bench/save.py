@@ -122,8 +122,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
     config = replace(config, observe=observe)
     times: Times = defaultdict(list)
     device = config.train.device
-    replicas = config.shard.replicas
-    with joined_world(config.parallel, device, replicas) as world:
+    with joined_world(config.parallel, device, config.shard) as world:
         run = assemble_run(config, world, folder / "run")
         with make_background_saver(run, print_nothing) as saver:
             take_step = partial(synchronized_step, run)

@@ -173,6 +173,7 @@ def describe_sharding(config: Config, ranks: int) -> Description | None:
     return {
         "mode": config.shard.mode,
         "copies": config.shard.replicas,
+        "sync": config.shard.sync,
         "weight_bytes": held.weights,
         "unit_bytes": units,
     }
@@ -449,6 +450,8 @@ def print_sharding(shard: Description, console: Console) -> None:
         held += f", and in steps the two largest units, {shard['unit_bytes'] / MIB:,.1f} MiB"
     copies = f", {shard['copies']} copies of all shares" if shard["copies"] > 1 else ""
     console.print(f"shards: {shard['mode']}{copies}; {held}")
+    if shard["sync"] == "hierarchical":
+        console.print("gradients are summed inside nodes, then across; weights are gathered across, then inside")
 
 
 def print_memory(memory: Description, console: Console) -> None:

@@ -73,7 +73,7 @@ def write_rank_traces(config: Config, steps: int, folder: Path) -> None:
     from moefold.layout.process_groups import joined_world
     from moefold.train.parity import ROUTINGS, trace_run
 
-    with joined_world(config.parallel, "cpu", config.shard.replicas) as world:
+    with joined_world(config.parallel, "cpu", config.shard) as world:
         for routing in ROUTINGS:
             trace = trace_run(config, world, steps, routing)
             write_trace_entries(folder / f"{routing} {world.rank}", trace)

@@ -172,7 +172,7 @@ def train_guarded(config: Config, options: TrainOptions, out: Path, guard: RankG
     start = RunStart(options.resume, options.from_hf, options.init_from)
     terms = compared_options(options) | comparable_settings(config) | code_versions()
     timeout = collective_timeout(config)
-    with joined_world(config.parallel, config.train.device, config.shard.replicas, terms, timeout) as world:
+    with joined_world(config.parallel, config.train.device, config.shard, terms, timeout) as world:
         if config.train.bind_numa:
             bind_to_gpu_node(world.device)
         # The default folder's name holds the time, which may differ between ranks: rank 0's counts.

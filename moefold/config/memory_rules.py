@@ -148,12 +148,13 @@ def whole_graph_is_of_bf16_on_a_gpu(c: ConfigOnRanks) -> bool:
 
 @MEMORY_RULES.rule(
     "a whole graph has one lane",
-    (GRAPHS, "pipeline.pair"),
-    why="the lanes of paired slots wait for each other on the host",
-    fix="set pipeline.pair to false",
+    (GRAPHS, "pipeline.pair", "shard.sync"),
+    why="the lanes of paired slots and of sums in two levels wait for each other on the host",
+    fix="set pipeline.pair to false and shard.sync to flat, or memory.graphs to none",
 )
 def whole_graph_has_one_lane(c: ConfigOnRanks) -> bool:
-    return not has_whole_graph(c) or not c.pipeline.pair
+    one_lane = not c.pipeline.pair and c.shard.sync == "flat"
+    return not has_whole_graph(c) or one_lane
 
 
 @MEMORY_RULES.rule(

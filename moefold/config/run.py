@@ -337,6 +337,10 @@ class ShardConfig:
     replicas: int = key(
         1, "copies of all shares: shares lie in groups of dp x cp / replicas ranks (HSDP)", at_least=1, at_most=65_536
     )
+    sync: Literal["flat", "hierarchical"] = key(
+        "flat",
+        "how gradients are summed and weights gathered: over all replicas at once, or inside a node and across nodes",
+    )
 
 
 @dataclass(frozen=True)

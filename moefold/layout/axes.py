@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from moefold.config.run import ParallelConfig
+from moefold.config.run import ParallelConfig, ShardConfig
 from moefold.layout.fold import (
     Digit,
     Grid,
@@ -46,12 +46,14 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that this rank acts with along `name`; `index` is its place among them."""
+    """The ranks that this rank acts with along `name`; `index` is its place among them. `levels`: the axis inside a
+    node and the axis across nodes, where the axis is to be summed and gathered over in two levels."""
 
     name: str
     ranks: Ranks = (0,)
     index: int = 0
     group: Group = field(default=None, compare=False)
+    levels: tuple[Axis, Axis] | None = field(default=None, compare=False)
     size: int = field(init=False)
 
     def __post_init__(self):
@@ -75,7 +77,7 @@ class World:
     everyone: Axis
     node_size: int
     store: dist.Store | None = None
-    replicas: int = 1  # copies of all shares
+    shard: ShardConfig = field(default_factory=ShardConfig)
 
     def axis(self, *names: str) -> Axis:
         if names not in self.axes:
@@ -188,6 +190,16 @@ class AxisMaker:
         index = ranks.index(self.rank)
         return Axis(name, ranks, index, self.groups[known])
 
+    def with_levels(self, axis: Axis, partition: Partition, node_size: int) -> Axis:
+        """The axis of a partition with its parts inside and across nodes, if it has both. Each level has groups of its
+        own: both are at work at the same time."""
+        inside, across = split_by_node(partition, node_size)
+        if not inside or not across:
+            return axis
+        near = self.make_axis(inside_node(axis.name), inside, use="sums inside")
+        far = self.make_axis(across_nodes(axis.name), across, use="sums across")
+        return replace(axis, levels=(near, far))
+
     def create_group(self, ranks: Ranks, use: str) -> dist.ProcessGroup | None:
         """A group of these ranks; None for one rank, torch's own group of all ranks where that will do. Only members
         take part: every rank creates one group of each partition, its own, and all in the same order."""
@@ -205,10 +217,11 @@ def create_world(
     parallel: ParallelConfig,
     node_size: int | None = None,
     store: dist.Store | None = None,
-    replicas: int = 1,
+    shard: ShardConfig | None = None,
 ) -> World:
     """Fold the ranks into the two grids and create this rank's groups, in the same order on all ranks. `node_size`: how
-    many ranks share a machine (all, if not said). `replicas`: copies of all shares (`shard.replicas`)."""
+    many ranks share a machine (all, if not said)."""
+    shard = shard or ShardConfig()
     dense, expert = fold_into_grids(size, parallel)
     node_size = node_size or size
     maker = AxisMaker(rank, size)
@@ -225,8 +238,11 @@ def create_world(
     for names in GRADIENT_AXES:
         grid = grid_with_axes(names, dense, expert)
         joined = "_".join(names)
-        inside, across = split_outermost(grid.partition(*names), replicas)
-        axes[GRADIENTS, *names] = maker.make_axis(f"{GRADIENTS} {joined}", inside, use="gradients")
+        inside, across = split_outermost(grid.partition(*names), shard.replicas)
+        gradients = maker.make_axis(f"{GRADIENTS} {joined}", inside, use="gradients")
+        if shard.sync == "hierarchical":
+            gradients = maker.with_levels(gradients, inside, node_size)
+        axes[GRADIENTS, *names] = gradients
         axes[COPIES, *names] = maker.make_axis(f"{COPIES} {joined}", across, use="gradients")
     for name, grid, use in (("ep", expert, "experts"), ("cp", dense, "")):
         inside, across = split_by_node(grid.partition(name), node_size)
@@ -234,7 +250,7 @@ def create_world(
         across_name = across_nodes(name)
         axes[inside_name,] = maker.make_axis(inside_name, inside, use)
         axes[across_name,] = maker.make_axis(across_name, across, use)
-    return World(rank, size, device, dense, expert, axes, everyone, node_size, store, replicas)
+    return World(rank, size, device, dense, expert, axes, everyone, node_size, store, shard)
 
 
 def grid_with_axes(names: tuple[str, ...], dense: Grid, expert: Grid) -> Grid:

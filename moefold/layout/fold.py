@@ -105,19 +105,26 @@ def split_outermost(partition: Partition, count: int) -> tuple[Partition, Partit
 
 
 def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:
-    """The groups of one axis cut into the parts that lie inside a node, and across: the ranks at the same place of each
-    part. Groups that nodes do not cut evenly are taken to lie inside one node."""
-    if not partition:
-        return (), ()
-    (axis,) = partition
-    if axis.stride % node_size == 0:
-        return (), partition
-    whole_nodes = axis.span % node_size == 0
-    cuts_evenly = whole_nodes and node_size % axis.stride == 0
-    if not cuts_evenly or axis.span == node_size:
-        return partition, ()
-    inside = Digit(axis.stride, node_size // axis.stride)
-    across = Digit(node_size, axis.span // node_size)
+    """The groups of a partition cut into the parts that lie inside a node, and across: the ranks at the same place of
+    each part. Groups that nodes do not cut evenly are taken to lie inside one node."""
+    inside: Partition = ()
+    across: Partition = ()
+    for digit in partition:
+        near, far = split_digit_by_node(digit, node_size)
+        inside += near
+        across += far
+    return inside, across
+
+
+def split_digit_by_node(digit: Digit, node_size: int) -> tuple[Partition, Partition]:
+    if digit.stride % node_size == 0:
+        return (), (digit,)
+    whole_nodes = digit.span % node_size == 0
+    cuts_evenly = whole_nodes and node_size % digit.stride == 0
+    if not cuts_evenly or digit.span == node_size:
+        return (digit,), ()
+    inside = Digit(digit.stride, node_size // digit.stride)
+    across = Digit(node_size, digit.span // node_size)
     return (inside,), (across,)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from moefold.config.errors import RunFailure, UserError
-from moefold.config.run import ParallelConfig
+from moefold.config.run import ParallelConfig, ShardConfig
 from moefold.layout.agreement import Terms, agree_through_store
 from moefold.layout.axes import World, create_world
 from moefold.layout.environment import Rendezvous, read_environment
@@ -42,13 +42,12 @@ def choose_device(wanted: str, place: Rendezvous) -> torch.device:
 def joined_world(
     parallel: ParallelConfig,
     wanted_device: str,
-    replicas: int = 1,
+    shard: ShardConfig | None = None,
     terms: Terms | None = None,
     timeout: datetime.timedelta = COLLECTIVE_TIMEOUT,
 ) -> Iterator[World]:
     """The world, for as long as the run lasts. A single rank starts no process group; every axis has size one.
-    `replicas`: copies of all shares (`shard.replicas`). `terms`: what ranks compare before they form groups.
-    `timeout`: of a collective."""
+    `terms`: what ranks compare before they form groups. `timeout`: of a collective."""
     place = read_environment(os.environ)
     device = choose_device(wanted_device, place)
     if place.size == 1:
@@ -64,7 +63,7 @@ def joined_world(
         backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout, device_id=device_id
     )
     try:
-        yield create_world(place.rank, place.size, device, parallel, place.local_size, store, replicas)
+        yield create_world(place.rank, place.size, device, parallel, place.local_size, store, shard)
     except RuntimeError as error:
         message = str(error)
         if not any(word in message for word in LOST_CONTACT_WORDS):

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.grad_reduce import PendingReduction, reduce_scatter_bf16, reduce_scatter_fp32, wait_for_nothing
 from moefold.comm.p2p import sum_over_members
+from moefold.comm.two_levels import reduce_over_levels
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.layout.axes import World
 from moefold.layout.gradient_sink import attach_gradient_sink
@@ -76,7 +77,7 @@ class Gradients:
     ):
         self.buckets = buckets
         self.world = world
-        self.reduce = GRADIENT_REDUCTIONS[reduction]
+        self.reduce = partial(reduce_over_levels, GRADIENT_REDUCTIONS[reduction])
         self.add_squares = add_squares
         self.units = units_of_buckets(buckets)
         one = device_number(1.0, world.device)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from moefold.comm.collectives import DIST_ALL_GATHER, all_reduce_max_no_grad, announce
-from moefold.layout.axes import Axis
+from moefold.comm.collectives import all_reduce_max_no_grad
+from moefold.comm.two_levels import PendingWork, gather_over_levels
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.weight_copies import count_change, repeat_change
 from moefold.shard.buckets import Bucket
-from moefold.shard.storage import WeightStorage, Wire
+from moefold.shard.storage import WeightStorage
 
 
 @dataclass
@@ -25,7 +24,7 @@ class PendingGather:
     """The gathers of one bucket under way. What they send is kept until they are complete."""
 
     storage: WeightStorage
-    works: list[Any]
+    works: list[PendingWork]
     sent: list[Tensor]
 
     def wait(self) -> None:
@@ -108,21 +107,13 @@ def gather_shares(bucket: Bucket, what: str) -> PendingGather:
     """Start to gather the weights of a bucket from its replicas."""
     storage = bucket.storage
     wires = storage.wire_tensors(bucket.share)
-    works: list[Any] = []
+    works: list[PendingWork] = []
     sent: list[Tensor] = []
     for wire in wires:
-        work = start_gather(wire, bucket.replicas, what)
+        work = gather_over_levels(wire.gathered, wire.mine, bucket.replicas, what)
         works.append(work)
         sent.append(wire.mine)
     return PendingGather(storage, works, sent)
-
-
-def start_gather(wire: Wire, replicas: Axis, what: str) -> Any:
-    mine = wire.mine
-    others = replicas.size - 1
-    sent = mine.nbytes * others
-    announce(what, replicas, mine, sent)
-    return DIST_ALL_GATHER(wire.gathered, mine, group=replicas.group, async_op=True)
 
 
 def note_replayed_update(buckets: list[Bucket]) -> None:

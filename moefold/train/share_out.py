@@ -7,6 +7,7 @@ zero3    weights are shares, and units are gathered around the steps that use th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -57,8 +58,9 @@ def share_out_model(
 ) -> SharedOut:
     """Share out the parameters of a model. With zero3 they have no memory yet: they are drawn by name and seed, or
     filled by `weights`."""
-    if world.replicas != config.shard.replicas:
-        raise ValueError(f"a world of {world.replicas} replicas for shard.replicas = {config.shard.replicas}")
+    made_for = replace(world.shard, mode=config.shard.mode)
+    if made_for != config.shard:
+        raise ValueError(f"a world made for {world.shard}; expected one for {config.shard}")
     choose_trained_parameters(model, world, groups)
     if config.shard.mode == "zero3":
         return share_out_units(config, model, world, groups, kernels, spans, weights)

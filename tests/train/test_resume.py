@@ -106,8 +106,8 @@ def wander(world: World, folder: str, layouts: list[Config], way: list[int]) -> 
     that follow from those of the first, and the tensors that are not exactly what the first had."""
     runs: list[Run] = []
     for number, config in enumerate(layouts):
-        replicas = config.shard.replicas
-        here = create_world(world.rank, world.size, world.device, config.parallel, replicas=replicas)
+        shard = config.shard
+        here = create_world(world.rank, world.size, world.device, config.parallel, node_size=2, shard=shard)
         runs.append(assemble_run(config, here, Path(folder) / str(number), corpus=random_corpus(config)))
     savers = [make_background_saver(run, str) for run in runs]
     first = runs[way[0]]

@@ -45,7 +45,7 @@ def config_of(folder: Path, shard: ShardConfig, parallel: ParallelConfig) -> Con
 def fold(world: World, config: Config) -> World:
     if world.size == 1:
         return world
-    return create_world(world.rank, world.size, world.device, config.parallel, replicas=config.shard.replicas)
+    return create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
 
 
 def train_from_folder(world: World, path: str, config: Config) -> tuple[list[float], str, dict[str, Any]]:
