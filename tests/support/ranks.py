@@ -12,6 +12,7 @@ a second instead of four imports of torch. The function must be at the top of a 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import signal
 import tempfile
@@ -23,29 +24,58 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 280.0  # seconds for a whole call, also on a busy machine, less than a test has; a rank that hangs is named
+END = 20.0  # seconds for ranks to be killed in
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint", "moefold.train.loop"])
+CONTEXT.set_forkserver_preload(["tests.support.warm"])
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, **parallel: int) -> list[Any]:
     """`function(world, *args)` on every rank, in a world folded by `parallel` (tp=2, ...); results by rank."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
-        ranks = [
-            CONTEXT.Process(target=be_rank, args=(function, r, size, folder, parallel, args, pipes[r][1]), daemon=True)
-            for r in range(size)
-        ]
-        for rank in ranks:
-            rank.start()
-        for _, writer in pipes:
-            writer.close()
+        answers = [writer for _, writer in pipes]
+        wanted, hold = CONTEXT.Pipe(duplex=False)
+        work = (function, folder, parallel, args, answers, wanted)
+        parent = CONTEXT.Process(target=fork_ranks, args=work, daemon=True)
+        parent.start()
+        for connection in (wanted, *answers):
+            connection.close()
         try:
             return collect([reader for reader, _ in pipes])
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+            hold.close()
+            parent.join(END)
+            parent.kill()
+            parent.join()
+
+
+def fork_ranks(
+    function: Callable[..., Any],
+    folder: str,
+    parallel: dict[str, int],
+    args: tuple[Any, ...],
+    answers: list[Connection],
+    wanted: Connection,
+) -> None:
+    """Fork ranks from a process that has imported the function's module, once for all of them. Ranks live until the
+    other end of `wanted` is closed, also by the death of its owner."""
+    ranks = []
+    for rank, answer in enumerate(answers):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            for other in answers[rank + 1 :]:
+                other.close()
+            try:
+                be_rank(function, rank, len(answers), folder, parallel, args, answer)
+            finally:
+                os._exit(1)
+        answer.close()
+    wait([wanted])
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
+    for rank in ranks:
+        os.waitpid(rank, 0)
 
 
 def collect(readers: list[Connection]) -> list[Any]:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from moefold.kernels.attention.by_document import DocumentAttention, attend_by_document
 from moefold.kernels.attention.masked import MaskedAttentionFunction
@@ -208,12 +207,14 @@ def sdpa_attention_mask(
     window: int,
     sink: bool,
     begins_BS: Tensor | None,
-) -> Tensor | CausalBias:
+) -> Tensor:
     """The mask where SDPA's own causal mask does not fit: lower right, or with a window or documents, which never hide
     a sink."""
     queries = q_BSHD.shape[1]
     keys = k_BLGD.shape[1]
     if not window and begins_BS is None:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, three seconds for few runs
+
         return causal_lower_right(queries, keys)
     ahead = keys - queries
     device = q_BSHD.device

@@ -1,0 +1,21 @@
+"""What is loaded in the server from which processes of tests are forked (tests/support/ranks.py): all that a rank or a
+run imports.
+
+Objects that are there by then are kept out of garbage collection: a forked process would need half a second to go
+through all of them, and would copy every page of memory that has one.
+"""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+
+MODULES = (
+    *("pytest", "hypothesis", "torch.distributed.checkpoint"),
+    "torch.nn.attention.bias",  # with torch's compiler
+    *("moefold.train.loop", "moefold.train.parity", "moefold.cli.main", "moefold.cli.train"),
+)
+
+for name in MODULES:
+    import_module(name)
+gc.freeze()
