@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
 from moefold.checkpoint.live.logical_tensors import restore_rng_state, rng_state_tensors
-from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.comm.host_objects import broadcast_object, gather_objects
 from moefold.model.attention.attention_base import LogitWatch
 from moefold.train.assemble import Run
 from moefold.train.fault_log import RecordedFault
 from moefold.train.finite_checks import BadPlace, FiniteChecks, bad_state
 from moefold.train.injected_fault import injected_fault
-from moefold.train.last_sound import describe_last_sound
+from moefold.train.last_sound import last_sound_of
 from moefold.train.replica_check import compare_replicas
-from moefold.train.resume import checkpoint_folder
 from moefold.train.step import StepReport, count_labels, loss_weights, sequences_of_step, survey_routing
 from moefold.watch.position import slow_phase
 
@@ -43,12 +40,10 @@ def refuse_non_finite(run: Run, report: StepReport) -> None:
     if report.units:
         touched = f"the weights of {', '.join(report.skipped_units) or 'no unit'} were not touched, others were updated"
     compare_replicas(run)
-    folder = checkpoint_folder(run.config, run.out)
     with slow_phase("trace"):
         place = trace_step(run, report.number)
         suspects = ranks_with_bad_losses(run, report)
-    with slow_phase("checkpoint"):
-        last_sound = run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
+    last_sound = last_sound_of(run)
     origin = f"the first bad value: {place}"
     if place is None:
         origin = "run again, the step is finite: a passing fault, of the hardware or of a kernel"

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.comm.host_objects import broadcast_object, gather_objects
 from moefold.shard.weight_checksums import Checksums, HeldPart
 from moefold.train.assemble import Run
 from moefold.train.fault_log import RecordedFault
-from moefold.train.last_sound import describe_last_sound
-from moefold.train.resume import checkpoint_folder
-from moefold.watch.position import slow_phase
+from moefold.train.last_sound import last_sound_of
 
 
 class ReplicasDiffer(RecordedFault):
@@ -36,9 +32,7 @@ def compare_replicas(run: Run) -> None:
     odd = broadcast_object(own, run.world.everyone)
     if not odd:
         return
-    folder = checkpoint_folder(run.config, run.out)
-    with slow_phase("checkpoint"):
-        last_sound = run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
+    last_sound = last_sound_of(run)
     named = ", ".join(map(str, odd))
     others = sorted(set[int]().union(*odd.values()))
     against = f"those of its replicas on ranks {', '.join(map(str, others))}" if others else "each other"
