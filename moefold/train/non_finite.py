@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from moefold.checkpoint.live.logical_tensors import restore_rng_state, rng_state_tensors
-from moefold.comm.host_objects import broadcast_object, gather_objects
+from moefold.comm.host_objects import choose_object
 from moefold.model.attention.attention_base import LogitWatch
 from moefold.train.assemble import Run
 from moefold.train.fault_log import RecordedFault
@@ -62,10 +62,11 @@ def refuse_non_finite(run: Run, report: StepReport) -> None:
 
 
 def ranks_with_bad_losses(run: Run, report: StepReport) -> list[int]:
-    everyone = run.world.everyone
-    flags = gather_objects(report.own_is_finite, everyone) or []
-    own = [rank for rank, is_finite in enumerate(flags) if not is_finite]
-    return broadcast_object(own, everyone)
+    return choose_object(report.own_is_finite, ranks_of_false, run.world.everyone)
+
+
+def ranks_of_false(flags: list[bool]) -> list[int]:
+    return [rank for rank, flag in enumerate(flags) if not flag]
 
 
 def trace_step(run: Run, number: int) -> BadPlace | None:
@@ -83,11 +84,12 @@ def trace_step(run: Run, number: int) -> BadPlace | None:
 
 
 def first_of_ranks(run: Run, own: BadPlace | None) -> BadPlace | None:
-    everyone = run.world.everyone
-    places = gather_objects(own, everyone) or []
+    return choose_object(own, first_place, run.world.everyone)
+
+
+def first_place(places: list[BadPlace | None]) -> BadPlace | None:
     found = [place for place in places if place is not None]
-    first = min(found, key=lambda place: (place.order, place.rank), default=None)
-    return broadcast_object(first, everyone)
+    return min(found, key=lambda place: (place.order, place.rank), default=None)
 
 
 def rerun_step(run: Run, number: int) -> None:

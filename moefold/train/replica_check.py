@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from moefold.comm.host_objects import broadcast_object, gather_objects
+from moefold.comm.host_objects import choose_object
 from moefold.shard.weight_checksums import Checksums, HeldPart
 from moefold.train.assemble import Run
 from moefold.train.fault_log import RecordedFault
@@ -27,9 +27,7 @@ def compare_replicas(run: Run) -> None:
         return
     since = checksums.since + 1
     checksums.since = run.step
-    by_rank = gather_objects(checksums.take(), run.world.everyone)
-    own = find_odd_ranks(by_rank) if by_rank is not None else {}
-    odd = broadcast_object(own, run.world.everyone)
+    odd = choose_object(checksums.take(), find_odd_ranks, run.world.everyone)
     if not odd:
         return
     last_sound = last_sound_of(run)
