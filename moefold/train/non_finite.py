@@ -21,7 +21,7 @@ from moefold.train.finite_checks import BadPlace, FiniteChecks, bad_state
 from moefold.train.injected_fault import injected_fault
 from moefold.train.last_sound import last_sound_of
 from moefold.train.replica_check import compare_replicas
-from moefold.train.step import StepReport, count_labels, loss_weights, sequences_of_step, survey_routing
+from moefold.train.step import StepReport, run_microbatches, sequences_of_step
 from moefold.watch.position import slow_phase
 
 
@@ -93,18 +93,11 @@ def first_place(places: list[BadPlace | None]) -> BadPlace | None:
 
 
 def rerun_step(run: Run, number: int) -> None:
-    """Forward and backward of a step, without an update."""
+    """Forward and backward of a step, and its sums over ranks, without an update."""
     sequences = sequences_of_step(run, number)
     batch = run.loader.batch_at(sequences.start, len(sequences))
-    microbatches = list(batch.microbatches(run.config.train.micro_batch))
-    tokens_1M = count_labels(run, batch)
-    if run.config.model.moe.balance.aux_over == "global_batch":
-        survey_routing(run, microbatches)
-    factor = run.loss_scale.loss_factor(tokens_1M[0])
-    weights = loss_weights(run, batch, tokens_1M).scaled_by(factor)
-    run.gradients.begin()
-    run.executor.train(microbatches, weights)
-    run.gradients.finish(tokens_1M[0] * factor)
+    sums = run_microbatches(run, batch, lambda divisor: run.gradients.begin())
+    run.gradients.finish(sums.divisor)
 
 
 @contextmanager
