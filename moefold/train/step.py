@@ -127,11 +127,18 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     write_step_scalars(run, number, lr)
+    begin_checksums(run)
     with injected_fault(run, number):
         outputs = take_device_part(run, batch)
     run.scale_histories.note_recorded()
     run.step = number
     return StepReport(number, lr, begun, outputs, batch.waste)
+
+
+def begin_checksums(run: Run) -> None:
+    if run.checksums is not None and not run.checksums.has_begun:
+        run.parameters.await_all_buckets()
+        run.checksums.begin()
 
 
 def write_step_scalars(run: Run, number: int, lr: float) -> None:
@@ -196,6 +203,8 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     with run.phase("update"):
         run.updates.update_rest(updates)
         run.qk_clip.rescale_heads(updates)
+    if run.checksums is not None:
+        run.checksums.note_update()
     with run.phase("publish"):
         run.parameters.publish()
     with run.phase("balance"):
