@@ -20,10 +20,10 @@ from moefold.presets.command_options import read_options
 class DataOptions:
     """Prepare data for training. `prepare` tokenizes files and folders into --out, in parallel; the same command
     continues an interrupted preparation. `ls` tells what prepared folders hold, `verify` reads all their bytes and
-    names damaged shards, `export` writes one side as Megatron's .bin and .idx. Keys of the section data apply, such as
-    --data.tokenizer and --data.skip_bad."""
+    names damaged shards, `show` prints a document, `export` writes one side as Megatron's .bin and .idx. Keys of the
+    section data apply, such as --data.tokenizer and --data.skip_bad."""
 
-    what: tyro.conf.Positional[Literal["prepare", "ls", "verify", "export"]]
+    what: tyro.conf.Positional[Literal["prepare", "ls", "verify", "show", "export"]]
     src: tyro.conf.Positional[tuple[str, ...]]
     """prepare: files and folders to read. Else: prepared folders."""
     out: Path | None = None
@@ -31,7 +31,9 @@ class DataOptions:
     workers: int = 0
     """prepare: processes that tokenize; 0: one for each CPU core."""
     side: Literal["train", "held_out"] = "train"
-    """export: the documents to train on, or those held out."""
+    """show, export: the documents to train on, or those held out."""
+    document: int = 0
+    """show: the number of the document in its side, as the log of spikes has it."""
 
 
 FORM = CommandForm("data", DataOptions, config_keys=True)
@@ -65,8 +67,11 @@ def prepare_as_asked(options: DataOptions, overrides: Sequence[str]) -> None:
 
 
 def act_on_folder(options: DataOptions, folder: Path) -> None:
-    from moefold.data.folder_actions import describe_folder, export_side, verify_folder
+    from moefold.data.folder_actions import describe_folder, export_side, show_document, verify_folder
 
+    if options.what == "show":
+        show_document(folder, options.side, options.document, print)
+        return
     if options.what == "verify":
         verify_folder(folder, print)
     if options.what != "export":

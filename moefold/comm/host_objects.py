@@ -3,6 +3,7 @@
     broadcast_object   the first rank's object, on every rank
     first_object       the object of the first rank that has one, on every rank
     gather_objects     every rank's object, on the first rank alone
+    choose_object      what the first rank makes of every rank's object, on every rank
     scatter_objects    one object for every rank, from the first rank
     union_of_sets      the union of every rank's set, on every rank
 
@@ -12,7 +13,7 @@ device is not waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from moefold.comm.byte_counters import note_object_bytes
 from moefold.layout.axes import Axis
 
 T = TypeVar("T")
+Chosen = TypeVar("Chosen")
 CPU = torch.device("cpu")
 
 
@@ -84,12 +86,19 @@ def scatter_objects(items: Sequence[T] | None, axis: Axis) -> T:
     return decode_object(row)
 
 
+def choose_object(item: T, choose: Callable[[list[T]], Chosen], axis: Axis) -> Chosen:
+    """What `choose` makes of the items of all ranks, in order. The first rank of the axis alone calls it."""
+    items = gather_objects(item, axis)
+    chosen: Any = None if items is None else choose(items)
+    return broadcast_object(chosen, axis)
+
+
 def union_of_sets(own: set[T], axis: Axis) -> set[T]:
-    sets = gather_objects(own, axis)
-    united = own
-    if sets is not None:
-        united = own.union(*sets)
-    return broadcast_object(united, axis)
+    return choose_object(own, unite_sets, axis)
+
+
+def unite_sets(sets: list[set[T]]) -> set[T]:
+    return set[T]().union(*sets)
 
 
 def broadcast_from(source: int, item: T, axis: Axis) -> T:

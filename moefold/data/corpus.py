@@ -14,7 +14,7 @@ from moefold.data.documents import source_entries
 from moefold.data.entries import BadEntries, entry_documents
 from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
-from moefold.data.sequences import MemoryDocuments, RowSequences
+from moefold.data.sequences import MemoryDocuments, RowSequences, TextDocuments
 from moefold.data.tokenizer import Tokenizer
 
 ZIPF_LENGTH = 1 << 22  # tokens of the synthetic corpus
@@ -32,11 +32,15 @@ class Corpus:
 
     def train_sequences(self, data: DataConfig, seed: int, batch: int) -> RowSequences:
         starts = self.train_starts if data.attend == "document" else None
-        return RowSequences(self.train, data.seq_len, seed, starts)
+        text = self.train_documents(data)
+        return RowSequences(self.train, data.seq_len, seed, starts, text)
+
+    def train_documents(self, data: DataConfig) -> TextDocuments:
+        return TextDocuments(data.source, self.train_starts)
 
     def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
         windows = self.train_sequences(data, seed, batch)
-        documents = MemoryDocuments(self.train, self.train_starts, seed)
+        documents = MemoryDocuments(self.train, self.train_documents(data), seed)
         digest = self.fingerprint()
         source = PackedSource(digest, documents)
         mixture = Mixture(WHOLE, batch)

@@ -13,7 +13,7 @@ held in memory is the order of a few chapters, whatever the size of the source. 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,16 @@ def shard_places(folder: Path, index: PreparedIndex, side: str) -> list[ShardPla
         place = ShardPlace(folder / side, facts, index.token_type)
         places.append(place)
     return places
+
+
+def first_documents(places: list[ShardPlace]) -> list[int]:
+    """The number of each shard's first document among those of its folder."""
+    firsts: list[int] = []
+    before = Counter[Path]()
+    for place in places:
+        firsts.append(before[place.folder])
+        before[place.folder] += place.facts.documents
+    return firsts
 
 
 class OpenShards:
@@ -103,6 +113,13 @@ class ChapterOrder(NamedTuple):
     ends: np.ndarray
 
 
+class DocumentId(NamedTuple):
+    """A document by its source, one side of a prepared folder or the text in memory, and by its number there."""
+
+    source: str
+    number: int
+
+
 class Window:
     """Tokens of the row; `begins`: the position in the window at which each token's document begins, at least 0."""
 
@@ -126,16 +143,21 @@ class DocumentStream:
         documents = sum(place.facts.documents for place in places)
         self.predicted = self.tokens - documents  # each has a token of its document before it
         self.shards = OpenShards(places)
+        self.first_documents = first_documents(places)
         self.epochs = Recent(self.plan_epoch, KEPT_CHAPTERS)
         self.orders = Recent(self.shuffle_documents, KEPT_CHAPTERS)
         self.windows = Recent(self.shuffle_windows, KEPT_CHAPTERS)
 
     def window(self, number: int) -> Window:
         """The number-th window of the stream, and the token behind it, which is a label only."""
+        start, end = self.window_bounds(number)
+        return self.read(start, end + 1)
+
+    def window_bounds(self, number: int) -> tuple[int, int]:
+        """Where the number-th window begins and ends in the row."""
         place = self.window_place(number)
         start = place * self.seq_len
-        end = start + self.seq_len + 1
-        return self.read(start, end)
+        return start, start + self.seq_len
 
     def window_place(self, number: int) -> int:
         """Which window of the row is the number-th to be read: one that begins in the same chapter."""
@@ -204,6 +226,28 @@ class DocumentStream:
         ends = self.orders.get(key).ends
         document = np.searchsorted(ends, position - begin, side="right")
         return begin + int(ends[document])
+
+    def documents(self, start: int, end: int) -> list[DocumentId]:
+        """The documents that have tokens of the row from `start` to before `end`, in its order."""
+        found: list[DocumentId] = []
+        while start < end:
+            key = self.chapter_at(start)
+            chapter = self.chapter(key)
+            order = self.orders.get(key)
+            last = min(end, chapter.end) - 1
+            inside = np.asarray((start, last)) - chapter.begin
+            first_document, last_document = np.searchsorted(order.ends, inside, side="right").tolist()
+            for document in range(first_document, last_document + 1):
+                found.append(self.document_id(order, document))
+            start = chapter.end
+        return found
+
+    def document_id(self, order: ChapterOrder, document: int) -> DocumentId:
+        shard = int(order.shards[document])
+        bounds = self.shards.get(shard).bounds
+        number = np.searchsorted(bounds, order.firsts[document])
+        folder = self.places[shard].folder
+        return DocumentId(str(folder), self.first_documents[shard] + int(number))
 
     def chapter(self, key: ChapterKey) -> Chapter:
         plan = self.epochs.get(key.epoch)

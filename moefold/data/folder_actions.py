@@ -1,4 +1,4 @@
-"""What `moefold data` does with prepared folders: it writes, describes, verifies and exports them. Torch-free."""
+"""What `moefold data` does with prepared folders: it writes, describes, verifies, shows and exports. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.data.megatron import write_megatron
 from moefold.data.prepare import PrepareJob, Printer, prepare_data
-from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index
+from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index, saved_tokenizer
 from moefold.data.shards import Shard
-from moefold.data.tokenizer import choose_tokenizer
+from moefold.data.tokenizer import choose_tokenizer, load_tokenizer
+from moefold.printable import escape_character
 
 SHOWN_PROBLEMS = 5
 
@@ -81,6 +82,33 @@ def export_side(folder: Path, side: str, prefix: Path, say: Printer) -> None:
     documents = side_documents(folder, index, side)
     count = write_megatron(prefix, documents, index.vocab_size)
     say(f"wrote {count:,} documents to {prefix}.bin and {prefix}.idx")
+
+
+def show_document(folder: Path, side: str, number: int, say: Printer) -> None:
+    """Print the text of a document, by its number in a side, with control characters escaped."""
+    index = read_index(folder)
+    count = index.documents(side)
+    if not 0 <= number < count:
+        raise UserError(f"--document {number}: {folder / side} has {count} documents; expected 0 to {count - 1}")
+    tokenizer = load_tokenizer(saved_tokenizer(folder), index.vocab_size)
+    ids = document_ids(folder, index, side, number)
+    without_end = ids[:-1].tolist()
+    lines = tokenizer.decode(without_end).split("\n")
+    for line in lines:
+        say("".join(map(escape_character, line)))
+
+
+def document_ids(folder: Path, index: PreparedIndex, side: str, number: int) -> np.ndarray:
+    """The tokens of a document, of which the last is the end token."""
+    before = 0
+    for facts in index.shards[side]:
+        inside = number - before
+        if inside < facts.documents:
+            shard = Shard(folder / side, facts, index.token_type)
+            start, stop = shard.bounds[inside : inside + 2].tolist()
+            return shard.read(start, stop)
+        before += facts.documents
+    raise IndexError(number)
 
 
 def side_documents(folder: Path, index: PreparedIndex, side: str) -> Iterator[np.ndarray]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.host_copies import ToDevice, UploadStream
+from moefold.data.document_stream import DocumentId
 from moefold.data.packed_sequences import PackedSequences
 from moefold.data.sequences import Sequences
 from moefold.layout.axes import Axis
@@ -126,6 +127,11 @@ class BatchLoader:
         upload = self.begin_upload(arrays)
         first = self.first_sequence(consumed, count)
         return self.receive_batch(upload, first)
+
+    def documents_of(self, numbers: range) -> list[list[DocumentId]]:
+        """The documents of some sequences of the global batch, by sequence."""
+        with self.reading:
+            return [self.sequences.documents(number) for number in numbers]
 
     def begin_upload(self, arrays: Arrays) -> ToDevice:
         tensors = list(map(torch.from_numpy, arrays))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moefold.config.errors import UserError
-from moefold.data.document_stream import Window
+from moefold.data.document_stream import DocumentId, Window
 from moefold.data.mixture import Mixture
 from moefold.data.packing import PackedBins, PackingShape, PackingState, Sample, TakenSample, pack_next
 from moefold.data.recent import keep_newest
@@ -37,6 +37,8 @@ class DocumentRow(Protocol):
     def document_end(self, position: int) -> int: ...
 
     def read(self, start: int, end: int) -> Window: ...
+
+    def documents(self, start: int, end: int) -> list[DocumentId]: ...
 
 
 class PackedSource(NamedTuple):
@@ -83,13 +85,24 @@ class PackedSequences:
         self.planned: dict[int, PlannedBatch] = {}
 
     def arrays(self, number: int) -> SequenceArrays:
+        samples, row = self.bin_of(number)
+        return fill_row(samples, row, self.seq_len)
+
+    def documents(self, number: int) -> list[DocumentId]:
+        samples, row = self.bin_of(number)
+        found: list[DocumentId] = []
+        for sample in samples:
+            found += row.documents(sample.start, sample.start + sample.length)
+        return found
+
+    def bin_of(self, number: int) -> tuple[list[Sample], DocumentRow]:
+        """The samples of a sequence, and the row that has their tokens."""
         first = self.first_of_batch(number)
         planned = self.plan_at(first)
         place = self.mixture.place(number)
         source = place.source
         bins = planned.plans[source].bins
-        samples = bins[place.number - planned.before[source]]
-        return fill_row(samples, self.sources[source].row, self.seq_len)
+        return bins[place.number - planned.before[source]], self.sources[source].row
 
     def first_of_batch(self, number: int) -> int:
         passed = number - self.begin

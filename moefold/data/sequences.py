@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from moefold.data.document_stream import DocumentStream, Window
+from moefold.data.document_stream import DocumentId, DocumentStream, Window
 from moefold.data.mixture import Mixture
 from moefold.data.recent import Recent
 from moefold.data.shuffle import shuffled_order
@@ -38,6 +38,10 @@ class Sequences(Protocol):
 
     def arrays(self, number: int) -> SequenceArrays: ...
 
+    def documents(self, number: int) -> list[DocumentId]:
+        """The documents whose tokens a sequence has, in its order."""
+        ...
+
     def source_counts(self, number: int) -> dict[str, int]:
         """By the digest of a source: the sequences it has given before sequence `number`. Empty for text in memory."""
         ...
@@ -47,9 +51,24 @@ class Sequences(Protocol):
         ...
 
 
+class TextDocuments(NamedTuple):
+    """The documents of one array of tokens: their source, and where each begins."""
+
+    source: str
+    starts: np.ndarray
+
+    def between(self, start: int, end: int) -> list[DocumentId]:
+        """The documents that have tokens from `start` to before `end`."""
+        first, last = np.searchsorted(self.starts, (start, end - 1), side="right").tolist()
+        return [DocumentId(self.source, number - 1) for number in range(first, last + 1)]
+
+
+ONE_TEXT = TextDocuments("text", np.zeros(1, dtype=np.int64))
+
+
 class RowSequences:
     """Non-overlapping windows of one long array of tokens, shuffled anew in every epoch. `starts`: where documents
-    begin, if tokens attend within documents."""
+    begin, if tokens attend within documents. `text`: the documents, whether tokens attend within them or not."""
 
     def __init__(
         self,
@@ -57,11 +76,13 @@ class RowSequences:
         seq_len: int,
         seed: int,
         starts: np.ndarray | None = None,
+        text: TextDocuments = ONE_TEXT,
     ):
         self.row = row
         self.seq_len = seq_len
         self.seed = seed
         self.starts = starts
+        self.text = text
         self.has_documents = starts is not None
         self.tokens = len(row)
         self.windows = (len(row) - 1) // seq_len
@@ -78,6 +99,10 @@ class RowSequences:
         if self.starts is not None:
             begins = document_begins(self.starts, start, end)
         return Window(ids, begins)
+
+    def documents(self, number: int) -> list[DocumentId]:
+        start = self.start_of_sequence(number)
+        return self.text.between(start, start + self.seq_len)
 
     def start_of_sequence(self, number: int) -> int:
         """Where the window that is the number-th sequence of the run begins."""
@@ -140,13 +165,14 @@ class MemoryDocuments:
     def __init__(
         self,
         tokens: np.ndarray,
-        starts: np.ndarray,
+        text: TextDocuments,
         seed: int,
     ):
         self.tokens = tokens
-        self.starts = starts
+        self.text = text
+        self.starts = text.starts
         self.seed = seed
-        self.predicted = len(tokens) - len(starts)
+        self.predicted = len(tokens) - len(self.starts)
         self.orders = Recent(self.shuffle_documents, 2)
 
     def shuffle_documents(self, epoch: int) -> DocumentOrder:
@@ -166,14 +192,23 @@ class MemoryDocuments:
 
     def read(self, start: int, end: int) -> Window:
         """Tokens of the row, of one document."""
-        epoch, inside = divmod(start, len(self.tokens))
-        order = self.orders.get(epoch)
-        document = np.searchsorted(order.ends, inside, side="right")
-        first = inside + int(order.distances[document])
+        first = self.place_of(start)
         length = end - start
         ids = self.tokens[first : first + length]
         begins = np.zeros(length, dtype=np.int32)
         return Window(ids, begins)
+
+    def place_of(self, position: int) -> int:
+        """The place in the array of a token of the row."""
+        epoch, inside = divmod(position, len(self.tokens))
+        order = self.orders.get(epoch)
+        document = np.searchsorted(order.ends, inside, side="right")
+        return inside + int(order.distances[document])
+
+    def documents(self, start: int, end: int) -> list[DocumentId]:
+        """The document of some tokens of the row."""
+        first = self.place_of(start)
+        return self.text.between(first, first + end - start)
 
 
 class NamedStream(NamedTuple):
@@ -210,6 +245,11 @@ class MixedSequences:
         place = self.mixture.place(number)
         source = self.sources[place.source]
         return source.stream.window(place.number)
+
+    def documents(self, number: int) -> list[DocumentId]:
+        place = self.mixture.place(number)
+        stream = self.sources[place.source].stream
+        return stream.documents(*stream.window_bounds(place.number))
 
     def source_counts(self, number: int) -> dict[str, int]:
         digests = [source.digest for source in self.sources]

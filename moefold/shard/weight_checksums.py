@@ -1,13 +1,18 @@
-"""Checksums of weights, to compare replicas: the bits of all weights of a rank, as integers, added up on the device.
+"""Checksums of weights, to compare replicas: the bits of each share of a rank's weights, as integers, added up on the
+device.
 
-They are added before each update and taken every few steps. So a bit that has flipped in any step is seen, though
-gathers of updated shares have overwritten it since. Weights that are stored in FP8 alone have no checksum.
+    held      bits of each share that the rank holds, before every update: the same on all replicas
+    own       bits of its own share behind the update before, which nothing has written since: the same as held
+
+They are taken every few steps. So a bit that has flipped in any step is seen, though gathers of updated shares have
+overwritten it since; and a rank whose own share has changed is known without its replicas. Weights that are stored in
+FP8 alone have no checksum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,31 +23,75 @@ from moefold.shard.storage import ShardedWeights
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 HeldPart = tuple[Any, ...]  # which weights: the same for all replicas
-Checksums = dict[HeldPart, int]
+
+
+class Checksum(NamedTuple):
+    """What the bits of a share have added up to. `own`: what they should, on the rank that updates the share."""
+
+    held: int
+    own: int | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether this rank updates the share, and holds what it has computed."""
+        return self.own == self.held
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether this rank updates the share, and holds something else."""
+        return self.own is not None and self.own != self.held
+
+
+Checksums = dict[HeldPart, Checksum]
 
 
 class WeightChecksums:
-    """Sums over steps of the bits of a rank's weights, a number for each bucket."""
+    """Sums over steps of the bits of a rank's weights, a number for each share of each bucket."""
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device):
         self.buckets = [bucket for bucket in buckets if bucket_weights(bucket) is not None]
-        count = len(self.buckets)
-        self.sums = torch.zeros(count, dtype=torch.int64, device=device)
+        shares = [shares_held(bucket) for bucket in self.buckets]
+        held = torch.zeros(sum(shares), dtype=torch.int64, device=device)
+        own = torch.zeros(len(shares), dtype=torch.int64, device=device)
+        self.held = held.split(shares)
+        self.own = own
+        self.updated = torch.zeros_like(own)  # bits of own shares behind the last update
+        self.has_begun = False
         self.since = 0  # the last step that was compared
+
+    def begin(self) -> None:
+        """Note the weights with which the first step begins. All of them must have been gathered."""
+        if not self.has_begun:
+            self.note_update()
+            self.has_begun = True
+
+    @torch.no_grad()
+    def note_update(self) -> None:
+        """Note this rank's own shares, which have just been updated."""
+        for number, bucket in enumerate(self.buckets):
+            mine = bucket.storage.weights_of_share(bucket.share)
+            self.updated[number] = sum_of_bits(mine[None])[0]
 
     @torch.no_grad()
     def add_step(self) -> None:
         """Add the bits of the weights as they are. All of them must have been gathered."""
-        for number, bucket in enumerate(self.buckets):
+        for bucket, held_S in zip(self.buckets, self.held, strict=True):
             weights = bucket_weights(bucket)
             assert weights is not None
-            self.sums[number] += sum_of_bits(weights)
+            by_share = weights.view(len(held_S), -1)
+            held_S += sum_of_bits(by_share)
+        self.own += self.updated
 
     def take(self) -> Checksums:
         """What has added up, which begins anew. Waits for the device."""
-        parts = map(held_part, self.buckets)
-        taken = dict(zip(parts, self.sums.tolist(), strict=True))
-        self.sums.zero_()
+        taken: Checksums = {}
+        owns: list[int] = self.own.tolist()
+        for bucket, held_S, own in zip(self.buckets, self.held, owns, strict=True):
+            for share, held in enumerate(held_S.tolist()):
+                is_own = len(held_S) == 1 or share == bucket.replicas.index
+                taken[held_part(bucket, share)] = Checksum(held, own if is_own else None)
+            held_S.zero_()
+        self.own.zero_()
         return taken
 
 
@@ -54,14 +103,21 @@ def bucket_weights(bucket: Bucket) -> Tensor | None:
     return bucket.weights if keeps_values(bucket.weights) else None
 
 
-def sum_of_bits(weights: Tensor) -> Tensor:
-    integers = weights.view(INTEGERS[weights.element_size()])
-    return integers.sum(dtype=torch.int64)
+def shares_held(bucket: Bucket) -> int:
+    return 1 if isinstance(bucket.storage, ShardedWeights) else bucket.replicas.size
 
 
-def held_part(bucket: Bucket) -> HeldPart:
+def sum_of_bits(weights_Sn: Tensor) -> Tensor:
+    """(S,): the sum of each row."""
+    integers = weights_Sn.view(INTEGERS[weights_Sn.element_size()])
+    return integers.sum(1, dtype=torch.int64)
+
+
+def held_part(bucket: Bucket, share: int) -> HeldPart:
     first = bucket.parameters[0]
     part = tuple(first.part)
-    whole = not isinstance(bucket.storage, ShardedWeights)
-    begin = 0 if whole else bucket.share.start
+    size = bucket.share.stop - bucket.share.start
+    begin = share * size
+    if isinstance(bucket.storage, ShardedWeights):
+        begin = bucket.share.start
     return first.name, part, len(bucket.parameters), begin

@@ -3,12 +3,25 @@ are no numbers, before it is said to be sound."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from moefold.checkpoint.format.finite import tensors_without_numbers
 from moefold.checkpoint.format.manifest import DamagedCheckpoint
 from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import StoragePath
 from moefold.checkpoint.format.verify import verify_checkpoint
+from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.config.errors import printable_text
+from moefold.train.assemble import Run
+from moefold.train.resume import checkpoint_folder
+from moefold.watch.position import slow_phase
+
+
+def last_sound_of(run: Run) -> str:
+    """What `describe_last_sound` says of a run's folder. Every rank calls this; rank 0 reads."""
+    folder = checkpoint_folder(run.config, run.out)
+    with slow_phase("checkpoint"):
+        return run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
 
 
 def describe_last_sound(folder: StoragePath) -> str:

@@ -45,6 +45,7 @@ from moefold.train.replica_check import compare_replicas
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
+from moefold.train.spike_log import SpikeLog
 from moefold.train.step import StepReport, sequences_of_step, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 from moefold.watch.guard import RankGuard
@@ -236,6 +237,7 @@ class RunRecorder:
         router_log: RouterLog | None,
         routing_log: RoutingLog | None,
         operands: OperandRecorder | None = None,
+        spikes: SpikeLog | None = None,
     ):
         self.run = run
         self.progress = progress
@@ -243,6 +245,7 @@ class RunRecorder:
         self.router_log = router_log
         self.routing_log = routing_log
         self.operands = operands
+        self.spikes = spikes
         self.dead_experts = DeadExpertWatch()
         config = run.config
         self.flops = train_flops_per_token(config.model, config.data.seq_len)
@@ -285,6 +288,8 @@ class RunRecorder:
         sequences = sequences_of_step(self.run, report.number)
         what = f"loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}"
         where = f"sequences {sequences[0]} to {sequences[-1]} of the run's order"
+        if self.spikes:
+            where += f", {self.spikes.write(report)}"
         skipped = "; skipped" if report.is_skipped_spike else ""
         self.progress.print_message(f"step {report.number}: a spike: {what}; {where}{skipped}")
         values = {"spike": sequences[0]}
@@ -341,17 +346,20 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
     sinks: list[MetricsSink] = []
     router_log: RouterLog | None = None
     tensorboard: TensorBoard | None = None
+    spikes: SpikeLog | None = None
     last_kept = run.step if continues else -1
     if is_first:
         metrics = JsonLines(run.out / "metrics.jsonl", last_kept)
         sinks.append(metrics)
         router_log = RouterLog(run.out / "router.jsonl", observe.router_every, last_kept)
+        if run.spikes is not None:
+            spikes = SpikeLog(run, last_kept)
         if observe.tensorboard:
             tensorboard = TensorBoard(run.out / "tensorboard", run.step)
             sinks.append(tensorboard)
     operands = open_operand_recorder(run, last_kept, tensorboard)
     try:
-        yield RunRecorder(run, progress, sinks, router_log, routing_log, operands)
+        yield RunRecorder(run, progress, sinks, router_log, routing_log, operands, spikes)
     finally:
         progress.close()
         if operands:
@@ -360,6 +368,8 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
             sink.close()
         if router_log:
             router_log.close()
+        if spikes:
+            spikes.close()
         if routing_log:
             routing_log.close()
 

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
 from moefold.checkpoint.live.logical_tensors import restore_rng_state, rng_state_tensors
-from moefold.checkpoint.live.save import run_on_rank_zero
-from moefold.comm.host_objects import broadcast_object, gather_objects
+from moefold.comm.host_objects import choose_object
 from moefold.model.attention.attention_base import LogitWatch
 from moefold.train.assemble import Run
 from moefold.train.fault_log import RecordedFault
 from moefold.train.finite_checks import BadPlace, FiniteChecks, bad_state
 from moefold.train.injected_fault import injected_fault
-from moefold.train.last_sound import describe_last_sound
+from moefold.train.last_sound import last_sound_of
 from moefold.train.replica_check import compare_replicas
-from moefold.train.resume import checkpoint_folder
-from moefold.train.step import StepReport, count_labels, loss_weights, sequences_of_step, survey_routing
+from moefold.train.step import StepReport, run_microbatches, sequences_of_step
 from moefold.watch.position import slow_phase
 
 
@@ -43,12 +40,10 @@ def refuse_non_finite(run: Run, report: StepReport) -> None:
     if report.units:
         touched = f"the weights of {', '.join(report.skipped_units) or 'no unit'} were not touched, others were updated"
     compare_replicas(run)
-    folder = checkpoint_folder(run.config, run.out)
     with slow_phase("trace"):
         place = trace_step(run, report.number)
         suspects = ranks_with_bad_losses(run, report)
-    with slow_phase("checkpoint"):
-        last_sound = run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
+    last_sound = last_sound_of(run)
     origin = f"the first bad value: {place}"
     if place is None:
         origin = "run again, the step is finite: a passing fault, of the hardware or of a kernel"
@@ -67,10 +62,11 @@ def refuse_non_finite(run: Run, report: StepReport) -> None:
 
 
 def ranks_with_bad_losses(run: Run, report: StepReport) -> list[int]:
-    everyone = run.world.everyone
-    flags = gather_objects(report.own_is_finite, everyone) or []
-    own = [rank for rank, is_finite in enumerate(flags) if not is_finite]
-    return broadcast_object(own, everyone)
+    return choose_object(report.own_is_finite, ranks_of_false, run.world.everyone)
+
+
+def ranks_of_false(flags: list[bool]) -> list[int]:
+    return [rank for rank, flag in enumerate(flags) if not flag]
 
 
 def trace_step(run: Run, number: int) -> BadPlace | None:
@@ -88,26 +84,20 @@ def trace_step(run: Run, number: int) -> BadPlace | None:
 
 
 def first_of_ranks(run: Run, own: BadPlace | None) -> BadPlace | None:
-    everyone = run.world.everyone
-    places = gather_objects(own, everyone) or []
+    return choose_object(own, first_place, run.world.everyone)
+
+
+def first_place(places: list[BadPlace | None]) -> BadPlace | None:
     found = [place for place in places if place is not None]
-    first = min(found, key=lambda place: (place.order, place.rank), default=None)
-    return broadcast_object(first, everyone)
+    return min(found, key=lambda place: (place.order, place.rank), default=None)
 
 
 def rerun_step(run: Run, number: int) -> None:
-    """Forward and backward of a step, without an update."""
+    """Forward and backward of a step, and its sums over ranks, without an update."""
     sequences = sequences_of_step(run, number)
     batch = run.loader.batch_at(sequences.start, len(sequences))
-    microbatches = list(batch.microbatches(run.config.train.micro_batch))
-    tokens_1M = count_labels(run, batch)
-    if run.config.model.moe.balance.aux_over == "global_batch":
-        survey_routing(run, microbatches)
-    factor = run.loss_scale.loss_factor(tokens_1M[0])
-    weights = loss_weights(run, batch, tokens_1M).scaled_by(factor)
-    run.gradients.begin()
-    run.executor.train(microbatches, weights)
-    run.gradients.finish(tokens_1M[0] * factor)
+    sums = run_microbatches(run, batch, lambda divisor: run.gradients.begin())
+    run.gradients.finish(sums.divisor)
 
 
 @contextmanager

@@ -1,27 +1,27 @@
 """Comparison of replicas: ranks that hold the same weights must hold the same bits.
 
 Every `observe.compare_every` steps, and before a checkpoint, ranks compare the checksums of their weights in all steps
-since the last comparison (shard/weight_checksums.py). Of three replicas or more the odd one is named; of two, both.
+since the last comparison (shard/weight_checksums.py). Of three replicas or more the odd one is named. Of two, the rank
+that updates the weights in question knows what it has computed: either it holds something else, or the other is odd.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from moefold.checkpoint.live.save import run_on_rank_zero
-from moefold.comm.host_objects import broadcast_object, gather_objects
-from moefold.shard.weight_checksums import Checksums, HeldPart
+from moefold.comm.host_objects import choose_object
+from moefold.shard.weight_checksums import Checksum, Checksums, HeldPart
 from moefold.train.assemble import Run
 from moefold.train.fault_log import RecordedFault
-from moefold.train.last_sound import describe_last_sound
-from moefold.train.resume import checkpoint_folder
-from moefold.watch.position import slow_phase
+from moefold.train.last_sound import last_sound_of
+
+Holders = dict[int, Checksum]  # of some weights, by rank
 
 
 class ReplicasDiffer(RecordedFault):
-    """Ranks that should hold the same weights do not. Its record has the `ranks` that are odd."""
+    """Ranks that should hold the same weights do not, or a rank does not hold what it has computed. Its record has the
+    `ranks` that are odd."""
 
 
 def compare_replicas(run: Run) -> None:
@@ -31,17 +31,13 @@ def compare_replicas(run: Run) -> None:
         return
     since = checksums.since + 1
     checksums.since = run.step
-    by_rank = gather_objects(checksums.take(), run.world.everyone)
-    own = find_odd_ranks(by_rank) if by_rank is not None else {}
-    odd = broadcast_object(own, run.world.everyone)
+    odd = choose_object(checksums.take(), find_odd_ranks, run.world.everyone)
     if not odd:
         return
-    folder = checkpoint_folder(run.config, run.out)
-    with slow_phase("checkpoint"):
-        last_sound = run_on_rank_zero(partial(describe_last_sound, folder), run.world, folder)
+    last_sound = last_sound_of(run)
     named = ", ".join(map(str, odd))
     others = sorted(set[int]().union(*odd.values()))
-    against = f"those of its replicas on ranks {', '.join(map(str, others))}" if others else "each other"
+    against = f"those of its replicas on ranks {', '.join(map(str, others))}" if others else "what it has computed"
     raise ReplicasDiffer(
         f"weights of rank {named} differ from {against}, in a step from {since} to {run.step}: a bit has flipped in "
         f"memory, or that rank computes otherwise. Checkpoints were compared before they were written. {last_sound}, "
@@ -54,20 +50,27 @@ def compare_replicas(run: Run) -> None:
 
 
 def find_odd_ranks(by_rank: Sequence[Checksums]) -> Mapping[int, list[int]]:
-    """Ranks whose checksum of some weights is not that of most replicas, each with the ranks that agree; where no
-    checksum has most, all of them."""
-    holders = defaultdict[HeldPart, dict[int, list[int]]](dict)
+    """Ranks whose checksum of some weights is wrong, each with the ranks that have the right one."""
+    holders = defaultdict[HeldPart, Holders](dict)
     for rank, checksums in enumerate(by_rank):
         for part, checksum in checksums.items():
-            holders[part].setdefault(checksum, []).append(rank)
+            holders[part][rank] = checksum
     odd: dict[int, list[int]] = {}
-    for ranks_of in holders.values():
-        groups = sorted(ranks_of.values(), key=len, reverse=True)
-        if len(groups) == 1:
-            continue
-        most, *fewer = groups
-        if len(most) == len(fewer[0]):
-            most, fewer = [], groups
-        for group in fewer:
-            odd |= dict.fromkeys(group, most)
+    for held in holders.values():
+        right = right_sum(held)
+        wrong = [rank for rank, checksum in held.items() if checksum.held != right or checksum.has_changed]
+        agreeing = [rank for rank in held if rank not in wrong]
+        odd |= dict.fromkeys(wrong, agreeing)
     return dict(sorted(odd.items()))
+
+
+def right_sum(held: Holders) -> int | None:
+    """The sum that most replicas have; where none has most, that of a rank which updates these weights and holds what
+    it has computed, or else of a rank that does not update them. None: no rank has a right one."""
+    counts = Counter(checksum.held for checksum in held.values())
+    (most, count), *fewer = counts.most_common()
+    if len(held) > 2 and (not fewer or count > fewer[0][1]):
+        return most
+    candidates = [checksum for checksum in held.values() if not checksum.has_changed]
+    in_order = sorted(candidates, key=lambda checksum: not checksum.is_sound)
+    return in_order[0].held if in_order else None

@@ -8,6 +8,7 @@ leaves every weight as it is, and the host reads of it a step later. In fp16 suc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from math import isfinite
 from typing import NamedTuple
@@ -126,11 +127,18 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     write_step_scalars(run, number, lr)
+    begin_checksums(run)
     with injected_fault(run, number):
         outputs = take_device_part(run, batch)
     run.scale_histories.note_recorded()
     run.step = number
     return StepReport(number, lr, begun, outputs, batch.waste)
+
+
+def begin_checksums(run: Run) -> None:
+    if run.checksums is not None and not run.checksums.has_begun:
+        run.parameters.await_all_buckets()
+        run.checksums.begin()
 
 
 def write_step_scalars(run: Run, number: int, lr: float) -> None:
@@ -168,22 +176,8 @@ def prepare_capture(run: Run) -> None:
 def compute_step(run: Run, batch: Batch) -> StepOutputs:
     """The device part of a step. With `memory.graphs whole` it is captured: what it reads of Python must be the same in
     every step."""
-    config = run.config
-    microbatches = list(batch.microbatches(config.train.micro_batch))
-    tokens_1M = count_labels(run, batch)  # of the global batch, for each token that is predicted ahead
-    if config.model.moe.balance.aux_over == "global_batch":
-        survey_routing(run, microbatches)
-
     # Forward and backward of all microbatches; gradients add up in buckets. Units may be updated inside backward.
-    number = run.step + 1
-    loss_factor = run.loss_scale.loss_factor(tokens_1M[0])
-    with run.phase("begin"):
-        run.gradients.begin()
-        run.scale_histories.begin_step()
-        run.operand_statistics.begin_step(number)
-        run.updates.begin_step(number, tokens_1M[0] * loss_factor, run.loss_scale.all_finite, run.before_update)
-    weights = loss_weights(run, batch, tokens_1M).scaled_by(loss_factor)
-    own_losses_1M = run.executor.train(microbatches, weights)
+    own_losses_1M, tokens_1M, _ = run_microbatches(run, batch, partial(begin_step, run))
     losses_1M = sum_over_ranks(run, own_losses_1M.clone())
 
     # Gradients are sums over ranks; division by tokens and loss scale and clipping are one factor, which the optimizer
@@ -209,6 +203,8 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     with run.phase("update"):
         run.updates.update_rest(updates)
         run.qk_clip.rescale_heads(updates)
+    if run.checksums is not None:
+        run.checksums.note_update()
     with run.phase("publish"):
         run.parameters.publish()
     with run.phase("balance"):
@@ -220,6 +216,38 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     held = run.gradients.held()
     units = run.updates.unit_norms()
     return StepOutputs(numbers, loads, held, operands, units, own_losses_1M, spike_2)
+
+
+class BatchSums(NamedTuple):
+    """Sums of a batch, the first two for each token that is predicted ahead."""
+
+    own_losses_1M: Tensor  # of this rank's microbatches
+    tokens_1M: Tensor  # of the global batch, those with a label
+    divisor: Tensor  # of gradients
+
+
+def run_microbatches(run: Run, batch: Batch, begin: Callable[[Tensor], None]) -> BatchSums:
+    """Forward and backward of all microbatches of this rank. `begin` is called before the first, with the divisor."""
+    config = run.config
+    microbatches = list(batch.microbatches(config.train.micro_batch))
+    tokens_1M = count_labels(run, batch)
+    if config.model.moe.balance.aux_over == "global_batch":
+        survey_routing(run, microbatches)
+    loss_factor = run.loss_scale.loss_factor(tokens_1M[0])
+    divisor = tokens_1M[0] * loss_factor
+    begin(divisor)
+    weights = loss_weights(run, batch, tokens_1M).scaled_by(loss_factor)
+    own_losses_1M = run.executor.train(microbatches, weights)
+    return BatchSums(own_losses_1M, tokens_1M, divisor)
+
+
+def begin_step(run: Run, divisor: Tensor) -> None:
+    number = run.step + 1
+    with run.phase("begin"):
+        run.gradients.begin()
+        run.scale_histories.begin_step()
+        run.operand_statistics.begin_step(number)
+        run.updates.begin_step(number, divisor, run.loss_scale.all_finite, run.before_update)
 
 
 def take_next_step(run: Run) -> StepReport:

@@ -35,6 +35,23 @@ def test_text_is_prepared_described_verified_and_exported_and_comes_back_the_sam
     assert say(capsys, "verify", again)[0] == 0
 
 
+def test_a_document_is_shown_by_its_number_with_control_characters_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    texts = [*(f"text {number}" for number in range(80)), "2 lines\nand \x1b[2J"]
+    file = write_jsonl(tmp_path / "a.jsonl", texts)
+    say(capsys, "prepare", file, "--out", tmp_path / "out", "--workers", "1", "--data.held_out", "0.1")
+    shown: list[str] = []
+    for side in ("train", "held_out"):
+        for number in range(90):
+            code, text = say(capsys, "show", tmp_path / "out", "--side", side, "--document", str(number))
+            if code:
+                assert f"has {number} documents; expected 0 to {number - 1}" in text
+                break
+            shown.append(text)
+    assert sorted(shown) == sorted(text.replace("\x1b", "\\x1b") + "\n" for text in texts)
+
+
 def test_damage_is_named_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = write_jsonl(tmp_path / "a.jsonl", varied_texts(100))
     say(capsys, "prepare", file, "--out", tmp_path / "out", "--workers", "1")
@@ -52,6 +69,7 @@ def test_damage_is_named_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture
         (["prepare", "absent.txt", "--out", "o"], "no file absent.txt"),
         (["prepare", "a.txt", "--out", "o", "--data.tokeniser", "byte"], 'did you mean "data.tokenizer"'),
         (["prepare", "a.txt", "--out", "o", "--workers", "-1"], "--workers -1 is not legal"),
+        (["show", "absent", "--document", "3"], "holds no prepared data"),
         (["ls", "absent"], "holds no prepared data"),
         (["export", "a", "b", "--out", "o"], "takes one folder, found 2"),
         (["prepare", "--out", "o"], "names nothing"),

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from moefold.comm.byte_counters import counted_object_bytes
-from moefold.comm.host_objects import broadcast_object, first_object, gather_objects, scatter_objects, union_of_sets
+from moefold.comm.host_objects import (
+    broadcast_object,
+    choose_object,
+    first_object,
+    gather_objects,
+    scatter_objects,
+    union_of_sets,
+)
 from moefold.layout.axes import World, single_rank_world
 from tests.support.ranks import run_ranks
 
@@ -24,6 +31,7 @@ def use_every_form(world: World) -> dict[str, Any]:
         "first": (first_object(late, axis) or {"rank": None})["rank"],
         "of none": first_object(None, axis),
         "gather": gather_objects(own, axis),
+        "choose": choose_object(10 + rank, list, axis),
         "scatter": scatter_objects(everything if rank == 0 else None, axis),
         "union": union_of_sets({rank, 7}, axis),
     }
@@ -35,6 +43,7 @@ def test_each_form_gives_every_rank_what_it_says():
         assert (found["broadcast"], found["first"], found["of none"]) == (0, 1, None)
         assert found["scatter"] == {"for": rank}
         assert found["union"] == {0, 1, 2, 3, 7}
+        assert found["choose"] == [10, 11, 12, 13]
         assert (found["gather"] is None) == (rank > 0)
     gathered = by_rank[0]["gather"]
     assert [(item["rank"], len(item["text"])) for item in gathered] == list(enumerate(LENGTHS))
@@ -45,6 +54,7 @@ def test_on_one_rank_nothing_is_sent_and_the_objects_stay():
     assert found["broadcast"] == 0
     assert found["scatter"] == {"for": 0}
     assert found["union"] == {0, 7}
+    assert found["choose"] == [10]
 
 
 def bytes_held(world: World) -> int:

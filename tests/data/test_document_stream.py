@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from moefold.data import document_stream
+from moefold.data.folder_actions import side_documents
 from moefold.data.loader import BatchLoader
+from moefold.data.prepared_folder import read_index
 from moefold.data.sequences import MixedSequences
 from moefold.data.shuffle import shuffled_order
 from moefold.layout.axes import Axis
@@ -115,6 +117,28 @@ def test_documents_are_whole_in_the_row_and_shuffled_across_files(folders: tuple
     chapters = stream.plan_epoch(0).chapters
     assert len(chapters) > 2
     assert chapters[-1].end == stream.tokens
+
+
+def test_documents_of_a_sequence_are_named_by_folder_and_number_and_hold_its_tokens(folders: tuple[Path, Path]):
+    contents = {str(folder / "train"): texts_of(folder) for folder in folders}
+    length = 400
+    corpus, data = opened(*folders, seq_len=length, weights=("3/1",))
+    sequences = corpus.train_sequences(data, 1, 8)
+    several = 0
+    for number in range(2 * sequences.windows):
+        found = sequences.documents(number)
+        several += len(found) > 2
+        texts = [contents[document.source][document.number] for document in found]
+        joined = np.concatenate(texts)
+        window = sequences.window(number).ids[:length]
+        at = [start for start in range(len(texts[0])) if np.array_equal(joined[start : start + length], window)]
+        assert any(start + length > len(joined) - len(texts[-1]) for start in at), "from the first to the last of them"
+    assert several
+
+
+def texts_of(folder: Path) -> list[np.ndarray]:
+    """The documents to train on of a folder, in its order."""
+    return list(side_documents(folder, read_index(folder), "train"))
 
 
 def test_document_begins_are_those_of_the_row(folders: tuple[Path, Path]):

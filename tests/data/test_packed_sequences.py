@@ -19,6 +19,7 @@ from moefold.data.packed_sequences import PackedSequences
 from moefold.data.packing import Sample
 from moefold.layout.axes import Axis
 from moefold.layout.labels import IGNORE_INDEX
+from tests.data.test_document_stream import texts_of
 from tests.support.prepared import opened, prepared, small_sizes, varied_texts, write_jsonl
 
 SEQ, BATCH, LAST = 64, 8, 255
@@ -189,6 +190,21 @@ def test_bins_of_a_mixture_come_from_the_sources_of_the_windows_in_their_place(f
         assert ("web text" in text) <= (source == 0)
     assert (web, code) == (24, 8)
     assert list(packed.source_counts(32).values()) == [24, 8]
+
+
+@pytest.mark.parametrize("source", ["memory", "prepared"])
+def test_documents_of_a_bin_are_named_and_hold_its_samples(source: str, folders: tuple[Path, Path]):
+    contents = {str(folder / "train"): texts_of(folder) for folder in folders} | {"stdlib": documents()}
+    sequences = in_memory() if source == "memory" else from_folders(*folders, weights=("1/1",))
+    for number in range(8 * BATCH):
+        arrays = sequences.arrays(number)
+        assert arrays.begins is not None
+        begins = np.unique(arrays.begins[: arrays.filled]).tolist()
+        for begin, document in zip(begins, sequences.documents(number), strict=True):
+            text = contents[document.source][document.number]
+            sample = arrays.tokens[: arrays.filled][arrays.begins[: arrays.filled] == begin]
+            parts = [text[start : start + SEQ] for start in range(0, len(text) - 1, SEQ)]
+            assert any(np.array_equal(part[: len(sample)], sample) for part in parts)
 
 
 def test_every_token_of_a_prepared_folder_is_predicted_once_an_epoch(folders: tuple[Path, Path]):

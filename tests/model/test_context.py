@@ -21,6 +21,7 @@ from moefold.model.attention.context_parallel import (
     causal_chunk_pairs,
     choose_context_mechanism,
 )
+from moefold.model.steps import Region
 from tests.support.models import share
 from tests.support.ranks import run_ranks
 
@@ -77,7 +78,9 @@ def outcome(
     """Result and gradients, the sinks' last."""
     leaves = [x.clone().requires_grad_() for x in (*qkv, *(() if sinks is None else (sinks,)))]
     q, k, v, *sink = leaves
-    y = context(q, k, v, form.scale, form.window, sink[0] if sink else None, None)
+    y_BShV = context.attend(q, k, v, form.scale, form.window, sink[0] if sink else None, None)
+    joined = context.heads_joiner(Region("swap"))(y_BShV)
+    y = joined.view_as(dy)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -132,7 +135,7 @@ def test_alone_nothing_is_met_and_the_kernel_is_called(form: str, mechanism: str
     (q, k, v), _, sinks = inputs(FORMS[form])
     settings = (FORMS[form].scale, FORMS[form].window, sinks, None)
     alone = choose_context_mechanism(mechanism, BINDINGS["reference"], single_rank_world())
-    assert torch.equal(alone(q, k, v, *settings), attention.reference(q, k, v, *settings))
+    assert torch.equal(alone.attend(q, k, v, *settings), attention.reference(q, k, v, *settings))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

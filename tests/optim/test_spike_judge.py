@@ -8,6 +8,7 @@ from statistics import median_low
 
 import torch
 
+from moefold.observe.metrics import read_records
 from moefold.optim.spike_judge import HISTORY, LEAST_HISTORY, MOST_SKIPPED, SpikeJudge
 from tests.support.runs import SMALL, command, corpus, numbers
 
@@ -62,8 +63,14 @@ def test_a_run_skips_spikes_with_their_sequences_and_a_resumed_run_the_same(tmp_
     assert any(step > 20 for step in skipped), skipped
     step = skipped[0]
     assert first[step]["spike"] == 8 * (step - 1)
-    assert f"sequences {8 * (step - 1)} to {8 * step - 1} of the run's order; skipped" in said
+    assert f"sequences {8 * (step - 1)} to {8 * step - 1} of the run's order, " in said
+    spikes = read_records(out / "spikes.jsonl")
+    assert [spike["step"] for spike in spikes if spike["skipped"]] == skipped
+    listed = next(spike for spike in spikes if spike["step"] == step)["sequences"]
+    assert [sequence["number"] for sequence in listed] == list(range(8 * (step - 1), 8 * step))
+    assert all(source == "files" for sequence in listed for source, _ in sequence["documents"])
     earliest = min((out / "checkpoints").iterdir())
     code, said = command([*argv, "--resume", str(earliest)], tmp_path / "log")
     assert code == 0, said
     assert numbers(out) == first
+    assert read_records(out / "spikes.jsonl") == spikes

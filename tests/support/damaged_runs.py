@@ -69,9 +69,9 @@ def traced_fault(world: World, parallel: dict[str, int], fault: str) -> dict[str
     return None
 
 
-def found_flip(world: World, fault: str, every: int) -> dict[str, Any] | None:
+def found_flip(world: World, fault: str, every: int, parallel: dict[str, int]) -> dict[str, Any] | None:
     """What a run of replicas that are compared every few steps says of a flipped bit."""
-    run = damaged_run(world, damaged_config({}, fault, every))
+    run = damaged_run(world, damaged_config(parallel, fault, every))
     try:
         for _ in range(2 * every):
             refuse_non_finite(run, take_next_step(run))
@@ -82,12 +82,14 @@ def found_flip(world: World, fault: str, every: int) -> dict[str, Any] | None:
     return None
 
 
-def found_flips(world: World, faults: list[str], every: int) -> list[dict[str, Any] | None]:
-    return [found_flip(world, fault, every) for fault in faults]
+def found_flips(
+    world: World, faults: list[str], every: int, parallel: dict[str, int] | None = None
+) -> list[dict[str, Any] | None]:
+    return [found_flip(world, fault, every, parallel or {}) for fault in faults]
 
 
 def draw_flip(chance: random.Random, held: list[list[Held]], every: int) -> str:
-    rank = chance.randrange(RANKS)
+    rank = chance.randrange(len(held))
     tensor = chance.choice([tensor for tensor in held[rank] if tensor.kind == "weight"])
     return f"flip weight={tensor.name} bit={chance.randrange(32)} rank={rank} step={chance.randint(1, 2 * every)}"
 

@@ -5,6 +5,7 @@
     python -m tests.support.fault_trials options --trials 20    a rank that was started with another option
     python -m tests.support.fault_trials nans --trials 20       a NaN in a random tensor of a random rank
     python -m tests.support.fault_trials flips --trials 20      a bit of a replica's weight flipped in memory
+    python -m tests.support.fault_trials pairs --trials 20      likewise, of two replicas alone
 
 Each prints a line a trial and a summary; the exit code is the number of trials that failed. Ranks are forked warm
 (launched.py). `--seed` gives the same choices again.
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -151,8 +152,8 @@ INTERVAL = 3
 
 
 @cache
-def held_by_ranks(layout: tuple[tuple[str, int], ...]) -> list[list[Held]]:
-    return run_ranks(held_tensors, RANKS, dict(layout), **dict(layout))
+def held_by_ranks(layout: tuple[tuple[str, int], ...], ranks: int = RANKS) -> list[list[Held]]:
+    return run_ranks(held_tensors, ranks, dict(layout), **dict(layout))
 
 
 def nan_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
@@ -165,9 +166,9 @@ def nan_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
     return Outcome(passed, f"{fault} on {layout or 'dp 4'}: {found}")
 
 
-def flip_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
-    fault = draw_flip(chance, held_by_ranks(()), INTERVAL)
-    records = run_ranks(found_flips, RANKS, [fault], INTERVAL)
+def flip_trial(folder: Path, chance: random.Random, number: int, ranks: int = RANKS) -> Outcome:
+    fault = draw_flip(chance, held_by_ranks((), ranks), INTERVAL)
+    records = run_ranks(found_flips, ranks, [fault], INTERVAL)
     passed = all(is_named(fault, INTERVAL, record) for (record,) in records)
     found = records[0][0] or {}
     return Outcome(passed, f"{fault}: ranks {found.get('ranks')} named at step {found.get('step')}")
@@ -179,6 +180,7 @@ TRIALS: dict[str, Callable[[Path, random.Random, int], Outcome]] = {
     "options": option_trial,
     "nans": nan_trial,
     "flips": flip_trial,
+    "pairs": partial(flip_trial, ranks=2),
 }
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 from moefold.layout.axes import World
 from moefold.observe.metrics import read_records
+from moefold.shard.weight_checksums import Checksum
 from moefold.train.replica_check import compare_replicas, find_odd_ranks
 from moefold.train.step import take_next_step
 from tests.support.damaged_runs import damaged_config, damaged_run, found_flips, is_named
@@ -38,11 +42,38 @@ def test_sound_replicas_agree_on_layouts_with_shards_of_weights_experts_and_laye
         assert run_ranks(compared_steps, 4, layout, **layout) == [2] * 4
 
 
-def test_of_three_replicas_the_odd_one_is_named_and_of_two_both():
-    part, other = ("a", (), 1, 0), ("b", (), 1, 0)
-    assert find_odd_ranks([{part: 1}, {part: 2}, {part: 1}]) == {1: [0, 2]}
-    assert find_odd_ranks([{part: 1}, {part: 2}]) == {0: [], 1: []}
-    assert find_odd_ranks([{part: 1}, {other: 2}]) == {}
+def odd_ranks(*checksums: Checksum) -> Mapping[int, list[int]]:
+    return find_odd_ranks([{("a", (), 1, 0): checksum} for checksum in checksums])
+
+
+def test_of_three_replicas_the_odd_one_is_named_and_of_two_the_one_that_the_owner_of_the_weights_tells():
+    assert odd_ranks(Checksum(1, 1), Checksum(2), Checksum(1)) == {1: [0, 2]}
+    assert odd_ranks(Checksum(1, 1), Checksum(2)) == {1: [0]}
+    assert odd_ranks(Checksum(2, 1), Checksum(1)) == {0: [1]}
+    assert odd_ranks(Checksum(1), Checksum(2, 1)) == {1: [0]}
+    assert odd_ranks(Checksum(1), Checksum(1, 1)) == {}
+    assert odd_ranks(Checksum(2, 1)) == {0: []}
+    assert odd_ranks(Checksum(2, 1), Checksum(2), Checksum(2)) == {0: [1, 2]}
+    different = [{("a", (), 1, 0): Checksum(1, 1)}, {("b", (), 1, 0): Checksum(2, 2)}]
+    assert find_odd_ranks(different) == {}
+
+
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}], ids=["dp", "ep"])
+def test_of_two_replicas_and_of_one_the_rank_of_a_flipped_bit_is_named(layout: dict[str, int]):
+    """With dp 2 each rank updates half of every bucket: the first element of a parameter is one rank's, the last the
+    other's. With ep 2 an expert has no replica."""
+    faults = [
+        f"flip weight={name} bit={bit} rank={rank} step={step}"
+        for rank in (0, 1)
+        for name, bit, step in [
+            ("embedding.weight", 3, 2),
+            ("blocks.1.moe.experts.down", 30, 1),
+            ("head.norm.weight", 11, 3),
+        ]
+    ]
+    for records in run_ranks(found_flips, 2, faults, 3, layout, **layout):
+        for fault, record in zip(faults, records, strict=True):
+            assert is_named(fault, 3, record), (fault, record)
 
 
 def test_a_run_stops_before_it_saves_weights_of_replicas_that_differ(tmp_path: Path):

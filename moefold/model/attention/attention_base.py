@@ -18,7 +18,6 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
-from moefold.model.attention.context_parallel import SwappedAttention
 from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
 from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
@@ -82,6 +81,7 @@ class AttentionBase(DeclaringModule):
         self.logit_watch: LogitWatch | None = None  # set where logits are clipped (optim/qk_clip.py)
         self.core = Region("core")
         self.swap = Region("swap")
+        self.join_heads = self.context.heads_joiner(self.swap)
         self.out_region = Region("out")
 
     def make_linear(self, inputs: int, outputs: int, bias: bool = False) -> Linear:
@@ -123,12 +123,8 @@ class AttentionBase(DeclaringModule):
 
     def attend_in_context(self, *inputs: Any) -> Tensor:
         """(B, S, N): the results of this rank's positions, their heads joined."""
-        context = self.context
-        if isinstance(context, SwappedAttention):
-            y_BShV = context.attend_own_heads(*inputs)
-            return self.swap(swap_and_join, context, y_BShV)
-        y_BSHV = context(*inputs)
-        return y_BSHV.flatten(2)
+        y_BShV = self.context.attend(*inputs)
+        return self.join_heads(y_BShV)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its
@@ -141,11 +137,6 @@ class AttentionBase(DeclaringModule):
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""
         raise NotImplementedError
-
-
-def swap_and_join(context: SwappedAttention, y_BShV: Tensor) -> Tensor:
-    y_BSHV = context.swap_back(y_BShV)
-    return y_BSHV.flatten(2)
 
 
 @lru_cache(maxsize=16)

@@ -1,5 +1,5 @@
-"""Context parallelism: queries meet keys that other ranks hold. A mechanism is called as the op `attention` is, with
-this rank's positions of q, k and v, and with the document begins of all positions; where cp is 1, it is that op.
+"""Context parallelism: queries meet keys that other ranks hold. A mechanism attends as the op `attention` does, with
+this rank's positions of q, k and v, and with the document begins of all positions; where cp is 1, by that op.
 
     all_gather  every rank gets all keys and values; its queries, two chunks, attend to what lies before them
     all_to_all  ranks swap sequence for heads (Ulysses): each attends over whole sequences with its share of the heads
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +28,36 @@ from moefold.kernels.attention.masked import sink_gradient
 from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis, World
+from moefold.model.steps import Region
 from moefold.model.token_layout import order_by_position, zigzag_positions
 
 # q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS -> y
-ContextMechanism = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None], Tensor]
+JoinHeads = Callable[[Tensor], Tensor]
 RankBlock = tuple[int, Tensor]  # a rank, its keys and values
 EarlyAndLate = tuple[int, int]  # a number for each of a rank's two chunks
 ChunkPair = tuple[slice, slice, int]  # a chunk of queries, a chunk of keys, how far ahead the queries stand
 PAIRS_OF_TWO = list(product((0, 1), repeat=2))
+
+
+class ContextMechanism(Protocol):
+    @property
+    def attend(self) -> Attend: ...
+
+    def heads_joiner(self, swap: Region) -> JoinHeads:
+        """The function from what `attend` gives to (B, s, N): this rank's positions, all their heads joined. `swap`:
+        the region in which results are sent."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class WholeHeads:
+    """A mechanism whose `attend` gives all heads of this rank's positions."""
+
+    attend: Attend
+
+    def heads_joiner(self, swap: Region) -> JoinHeads:
+        return partial(torch.flatten, start_dim=2)
 
 
 def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
@@ -61,7 +84,7 @@ def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
             parts.append(part)
         return torch.cat(parts, dim=1)
 
-    return attend_across_ranks
+    return WholeHeads(attend_across_ranks)
 
 
 def gather_positions(x_BsGD: Tensor, cp: Axis) -> Tensor:
@@ -121,14 +144,14 @@ def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanis
     zig-zag over nodes, round which the ring goes."""
     cp = world.axis("cp")
     across_nodes = ring_attention(world.cp_nodes, kernels)
-    return ulysses_attention(across_nodes, world.cp_inside, cp)
+    return ulysses_attention(across_nodes.attend, world.cp_inside, cp)
 
 
-def ulysses_attention(attention: ContextMechanism, axis: Axis, cp: Axis) -> SwappedAttention:
+def ulysses_attention(attend: Attend, axis: Axis, cp: Axis) -> SwappedAttention:
     first = 0
     if axis.size < cp.size:  # ranks of a node
         first = cp.index - axis.index
-    return SwappedAttention(attention, axis, cp, first)
+    return SwappedAttention(attend, axis, cp, first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,16 +159,12 @@ class SwappedAttention:
     """Attention over all positions of the ranks along an axis, all of cp or those of a node, with each rank's share of
     the heads. `first`: the first of these ranks along cp."""
 
-    attention: ContextMechanism
+    attend_whole: Attend
     axis: Axis
     cp: Axis
     first: int
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        y_BShV = self.attend_own_heads(*inputs)
-        return self.swap_back(y_BShV)
-
-    def attend_own_heads(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
+    def attend(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
         """All positions of the ranks, of this rank's share of the heads."""
         axis = self.axis
         kv_heads = k_BsGD.shape[2]
@@ -158,14 +177,17 @@ class SwappedAttention:
         if sink_H is not None:
             shares = sink_H.chunk(axis.size)
             sink_H = shares[axis.index]
-        return self.attention(q, k, v, scale, window, sink_H, begins_BS)
+        return self.attend_whole(q, k, v, scale, window, sink_H, begins_BS)
 
-    def swap_back(self, y_BShV: Tensor) -> Tensor:
-        """All heads of this rank's positions."""
+    def heads_joiner(self, swap: Region) -> JoinHeads:
+        return partial(swap, self.swap_and_join)
+
+    def swap_and_join(self, y_BShV: Tensor) -> Tensor:
         positions = y_BShV.shape[1]
         held_here = positions // self.axis.size
         swap = self.head_swap(held_here, y_BShV)
-        return swap.heads_to_positions(y_BShV)
+        y_BsHV = swap.heads_to_positions(y_BShV)
+        return y_BsHV.flatten(2)
 
     def head_swap(self, held_here: int, like: Tensor) -> HeadSwap:
         length = held_here * self.cp.size
@@ -238,7 +260,7 @@ class RingSetting(NamedTuple):
     kernels: BoundKernels
 
 
-def ring_attention(axis: Axis, kernels: BoundKernels) -> ContextMechanism:
+def ring_attention(axis: Axis, kernels: BoundKernels) -> WholeHeads:
     """Attention over what goes round a ring of ranks; the rules keep documents off it."""
 
     def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS) -> Tensor:
@@ -246,7 +268,7 @@ def ring_attention(axis: Axis, kernels: BoundKernels) -> ContextMechanism:
         setting = RingSetting(scale, window, axis, kernels)
         return RingAttention.apply(q, k, v, sink_H, setting)  # pyright: ignore[reportReturnType]
 
-    return attend_across_ranks
+    return WholeHeads(attend_across_ranks)
 
 
 def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[ChunkPair]:
@@ -414,6 +436,6 @@ CONTEXT_MECHANISMS: dict[str, MakeMechanism] = {
 def choose_context_mechanism(name: str, kernels: BoundKernels, world: World) -> ContextMechanism:
     cp = world.axis("cp")
     if cp.size == 1:
-        return kernels[attention]
+        return WholeHeads(kernels[attention])
     make_mechanism = CONTEXT_MECHANISMS[name]
     return make_mechanism(kernels, world)
