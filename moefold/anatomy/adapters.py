@@ -5,12 +5,13 @@ y = W x + s B A x       A: rank x inputs, B: outputs x rank; s = alpha / rank, o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from moefold.anatomy.model_totals import model_steps, mtp_steps, train_flops_per_token
 from moefold.anatomy.products import ProductSpec, model_products
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.lora_targets import LoraTarget, parse_targets
-from moefold.config.run import Config
+from moefold.config.run import Config, ParallelConfig
 
 EXPERTS = "moe.experts."
 
@@ -84,6 +85,32 @@ def unmatched_target(target: LoraTarget, products: list[ProductSpec]) -> str:
 
 def is_grouped(product: ProductSpec) -> bool:
     return product.place.startswith(EXPERTS)
+
+
+def adapters_of_all_ranks(config: Config) -> list[AdapterSpec]:
+    """Adapters with the sizes of the whole model."""
+    return adapter_specs(replace(config, parallel=ParallelConfig()))
+
+
+def adapter_parameters(config: Config) -> int:
+    """Number of parameters of all adapters."""
+    return sum(spec.parameters for spec in adapters_of_all_ranks(config))
+
+
+def run_flops_per_token(config: Config) -> float:
+    """FLOPs per token of forward and backward in a run, recompute not. Beside adapters, frozen weights have no gradient
+    product; adapters have all three products."""
+    model = config.model
+    total = train_flops_per_token(model, config.data.seq_len)
+    specs = adapters_of_all_ranks(config)
+    if not specs:
+        return total
+    steps = model_steps(model) + mtp_steps(model)
+    total -= sum(2 * step.matmul for step in steps)
+    for spec in specs:
+        used = model.moe.top_k / spec.experts if is_grouped(spec.product) else 1
+        total += 6 * used * spec.parameters
+    return total
 
 
 def adapted_experts(config: Config) -> str:

@@ -3,17 +3,22 @@ four; the base stays, every expert that got tokens moves, and a run goes on from
 
 from __future__ import annotations
 
+import contextlib
+import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moefold.anatomy.adapters import adapter_specs
 from moefold.anatomy.products import product_place, product_weights
+from moefold.cli.main import run_command_line
 from moefold.config.errors import UserError
-from moefold.config.run import Config, LoraConfig, ParallelConfig
+from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.precision.low_rank import LowRankPair
 from moefold.presets.zoo import PRESETS
@@ -29,6 +34,7 @@ from moefold.train.parity import (
 )
 from moefold.train.step import take_next_step
 from tests.support.ranks import run_ranks
+from tests.support.runs import SMALL, corpus
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 Changes = dict[str, Any]
@@ -159,6 +165,27 @@ def test_layouts_of_four_ranks_are_equal_to_one(name: str):
     assert any(".lora.a" in entry.what and bool(entry.values.any()) for entry in expected)
 
 
+WAYS: dict[str, Changes] = {
+    "recompute": {"memory": MemoryConfig(recompute=("norm", "activation", "core"), offload=("moe",), offload_least=1)},
+    "deferred": {"pipeline": PipelineConfig(pair=True, defer=True)},
+    "layers at a time": {"optim": {"when": "backward", "clip_by": "previous"}},
+}
+
+
+def losses_of(config: Config) -> list[float]:
+    run = assemble_run(config, single_rank_world(), Path("."), corpus=random_corpus(config))
+    return [take_next_step(run).loss for _ in range(3)]
+
+
+def test_memory_and_times_of_updates_change_no_bit():
+    config = config_of("deepseek-v3")
+    expected = losses_of(config)
+    for name, changes in WAYS.items():
+        optim = replace(config.optim, **changes.get("optim", {}))
+        changed = replace(config, **{**changes, "optim": optim})
+        assert losses_of(changed) == expected, name
+
+
 def test_a_stage_without_adapters_is_refused():
     targets = LoraConfig(rank=4, targets=("blocks.0.*",))
     config = config_of("tiny", 2, lora=targets, parallel=ParallelConfig(pp=2))
@@ -170,3 +197,25 @@ def test_a_target_that_matches_nothing_is_refused_at_assembly():
     config = config_of("tiny", lora=LoraConfig(rank=4, targets=("*.shared.*",)))
     with pytest.raises(UserError, match=r'no product of the model matches "\*\.shared\.\*"'):
         assemble_run(config, single_rank_world(), Path("."), corpus=random_corpus(config))
+
+
+def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path):
+    """Base, adapters and their moments are in the checkpoint; the base is not written as trained."""
+    lora = ["--lora.rank", "2", "--lora.targets", "*.experts.*,*.attention.out", "--model.moe.balance.bias_rate", "0"]
+    words = ["train", "tiny", *SMALL, *corpus(tmp_path), *lora, "--train.steps", "4", "--checkpoint.every", "2"]
+    out = tmp_path / "run"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert run_command_line([*words, "--out", str(out)]) == 0
+    assert "trained in adapters" in said.getvalue()
+    last = out / "checkpoints" / "step-00000004"
+    expected = {name: tensor for file in last.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    shutil.rmtree(last)
+    with contextlib.redirect_stdout(said):
+        assert run_command_line([*words, "--out", str(out), "--resume", "auto"]) == 0
+    actual = {name: tensor for file in last.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    moments = [name for name in expected if "exp_avg" in name or "moment" in name or name.startswith("optim")]
+    assert moments
+    assert all(".lora." in name for name in moments)
