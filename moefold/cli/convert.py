@@ -22,8 +22,8 @@ class ConvertOptions:
     """A run, a checkpoint, or a folder with config.json and safetensors."""
     out: tyro.conf.Positional[Path]
     """The folder to write; it must be empty or absent."""
-    to: Literal["hf"] = "hf"
-    """The form to write: hf."""
+    to: Literal["hf", "peft"] = "hf"
+    """The form to write: hf, a model, with adapters merged into its weights; peft, the adapters of a LoRA run alone."""
     family: str | None = None
     """The model family to write, such as qwen3_moe; by default the one that can hold every tensor."""
     dtype: Literal["as_saved", "fp32", "bf16", "fp16", "fp8_block"] = "as_saved"
@@ -43,8 +43,9 @@ FORM = CommandForm("convert", ConvertOptions)
 def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(FORM, argv)
 
-    from moefold.train.convert import ConvertRequest, convert_weights  # torch, from here on
+    from moefold.train.convert import ConvertRequest, convert_adapters, convert_weights  # torch, from here on
 
     request = ConvertRequest(options.family, options.dtype, options.upcycle, options.seed, options.overwrite)
-    convert_weights(options.source, options.out, request, print)
+    convert = convert_adapters if options.to == "peft" else convert_weights
+    convert(options.source, options.out, request, print)
     return 0

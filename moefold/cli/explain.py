@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.adapters import adapter_parameters, adapters_of_all_ranks, run_flops_per_token
+from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
 from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words, storage_in_words
 from moefold.anatomy.regions import absent_regions, regions_of
 from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage
@@ -125,7 +126,8 @@ def explain_config(config: Config, ranks: int) -> Description:
         "parameters": total_parameters(model),
         "active_parameters": active_parameters(model),
         "parameters_ahead": mtp_parameters(model),
-        "train_flops_per_token": train_flops_per_token(model, config.data.seq_len),
+        "train_flops_per_token": run_flops_per_token(config),
+        "adapters": describe_adapters(config),
         "seq_len": config.data.seq_len,
         "packing": describe_packing(config),
         "facts": asdict(facts),
@@ -407,6 +409,8 @@ def optimizer_description(config: Config) -> Description:
 def print_explanation(explanation: Description) -> None:
     console = Console()
     console.print(model_headline(explanation))
+    if explanation["adapters"]:
+        console.print(adapter_line(explanation["adapters"]))
     if explanation["packing"]:
         console.print(escape(f"packing: {explanation['packing']}"))
     for name, sizes in explanation["grids"].items():
@@ -468,6 +472,22 @@ def print_graphs(graphs: Description, console: Console) -> None:
     if in_the_way:
         text = f"CUDA graphs: {graphs['graphs']}; in the way of memory.graphs whole: {in_the_way}"
     console.print(escape(text))
+
+
+def describe_adapters(config: Config) -> Description | None:
+    """The adapters of a LoRA run; None where all weights are trained."""
+    specs = adapters_of_all_ranks(config)
+    if not specs:
+        return None
+    ranks = sorted({spec.rank for spec in specs})
+    return {"products": len(specs), "ranks": ranks, "parameters": adapter_parameters(config)}
+
+
+def adapter_line(adapters: Description) -> str:
+    ranks = ", ".join(map(str, adapters["ranks"]))
+    parameters = human_readable(adapters["parameters"])
+    where = f"rank {ranks} at {adapters['products']} products"
+    return f"LoRA: adapters of {where}, {parameters} parameters; all other parameters are frozen"
 
 
 def model_headline(explanation: Description) -> str:

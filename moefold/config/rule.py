@@ -22,6 +22,7 @@ from moefold.config.run import (
     Config,
     DataConfig,
     KernelsConfig,
+    LoraConfig,
     MemoryConfig,
     ModelConfig,
     ObserveConfig,
@@ -56,6 +57,10 @@ class ConfigOnRanks:
     @property
     def optim(self) -> OptimConfig:
         return self.config.optim
+
+    @property
+    def lora(self) -> LoraConfig:
+        return self.config.lora
 
     @property
     def parallel(self) -> ParallelConfig:

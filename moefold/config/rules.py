@@ -13,6 +13,7 @@ from operator import attrgetter
 from moefold.config.errors import UserError
 from moefold.config.fault_order import fault_problem
 from moefold.config.invariance_rules import INVARIANCE_RULES
+from moefold.config.lora_rules import LORA_RULES
 from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.mixture_weights import weight_problems
 from moefold.config.model_rules import MODEL_RULES
@@ -713,6 +714,7 @@ RULES: list[ConfigRule] = [
     *MODEL_RULES,
     *DIVISIBILITY_RULES,
     *OPTIMIZER_RULES,
+    *LORA_RULES,
     *PRECISION_RULES,
     *MEMORY_RULES,
     *SHARD_RULES,

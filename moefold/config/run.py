@@ -316,6 +316,23 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    rank: int = key(
+        0,
+        "rank of low-rank adapters (LoRA), which are trained in place of all weights; 0: none",
+        at_least=0,
+        at_most=4096,
+    )
+    alpha: float = key(16.0, "scale of an adapter is alpha / rank", above=0)
+    rs: bool = key(False, "scale of an adapter is alpha / sqrt(rank) (rsLoRA)")
+    targets: tuple[str, ...] = key(
+        (),
+        "products with adapters by name, the last match counts: `*.attention.*`, `*.moe.experts.*: rank=8 alpha=32`, "
+        "`blocks.0.*: none`; by default attention, dense MLPs, shared and routed experts of all layers",
+    )
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     tp: int = key(1, "tensor-parallel ranks: attention and dense layers are sharded over them", at_least=1)
     cp: int = key(1, "context-parallel ranks: sequences are sharded over them", at_least=1)
@@ -485,6 +502,7 @@ class Config:
     data: DataConfig = section(DataConfig)
     train: TrainConfig = section(TrainConfig)
     optim: OptimConfig = section(OptimConfig)
+    lora: LoraConfig = section(LoraConfig)
     parallel: ParallelConfig = section(ParallelConfig)
     shard: ShardConfig = section(ShardConfig)
     pipeline: PipelineConfig = section(PipelineConfig)

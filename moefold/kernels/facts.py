@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from moefold.anatomy.adapters import adapted_experts
 from moefold.anatomy.step_specs import dispatched_width, unfused_experts_reason
 from moefold.config.open_names import ROUTER_SCORE_NAMES
 from moefold.config.run import Config, OptimConfig
@@ -83,7 +84,7 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: Capab
         square=not gathers_all_keys(config),
         repeatable=config.kernels.repeatable,
         invariant=config.kernels.invariant,
-        unfused_experts=unfused_experts_reason(config.model),
+        unfused_experts=adapted_experts(config) or unfused_experts_reason(config.model),
         built_in_score=config.model.moe.router.score in ROUTER_SCORE_NAMES.builtin,
     )
 

@@ -51,7 +51,7 @@ def may_defer_weight_grad(name: str) -> bool:
     """Whether the gradient is a deferrable product: matrices of linear layers and experts inside blocks are; norms,
     biases, routers, embedding and head are not."""
     inside_block = name.startswith(("blocks.", "ahead."))
-    is_weight = name.endswith((".weight", ".gate_up", ".up", ".down"))
+    is_weight = name.endswith((".weight", ".gate_up", ".up", ".down", ".lora.a", ".lora.b"))
     is_excluded = name.endswith(("norm.weight", "router.weight"))
     return inside_block and is_weight and not is_excluded
 

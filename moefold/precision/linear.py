@@ -63,6 +63,7 @@ class Linear(DeclaringModule):
             self.bias = self.declare_parameter("bias", *outputs, std=0.0, placement=bias_placement)
         self.recipe: Recipe = PLAIN
         self.multiply_layers: MultiplyLayers = linear.reference
+        self.lora: Callable[[Tensor], Tensor] | None = None  # an adapter beside the weight (precision/low_rank.py)
 
     @property
     def placed_weight(self) -> PlacedWeight:
@@ -77,7 +78,14 @@ class Linear(DeclaringModule):
     def forward(self, x: Tensor) -> Tensor:
         layers = [self.weight_and_bias()]
         (y,) = self.multiply_layers(x, layers, self.recipe)
-        return self.unflatten_outputs(y)
+        return self.finish(x, y)
+
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """The output of this layer, from the product of its weight: the adapter's is added."""
+        output = self.unflatten_outputs(y)
+        if self.lora is None:
+            return output
+        return output + self.lora(x)
 
     def weight_and_bias(self) -> WeightAndBias:
         """As matrix and vector."""
@@ -119,7 +127,7 @@ class LinearGroup(DeclaringModule):
         flat_outputs = first.multiply_layers(x, weights_and_biases, first.recipe)
         outputs: list[Tensor] = []
         for layer, y in zip(layers, flat_outputs, strict=True):
-            output = layer.unflatten_outputs(y)
+            output = layer.finish(x, y)
             outputs.append(output)
         return outputs
 
@@ -142,6 +150,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.reads_tokens = reads_tokens
         self.placed_weight = placed_weight
+        self.lora: Callable[[Tensor, Tensor], Tensor] | None = None  # adapters of all experts
         self.use_recipe(PLAIN, kernels)
 
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
@@ -156,7 +165,10 @@ class GroupedLinear(nn.Module):
         w_eND = weight.flatten(1, -2)
         y_RN = self.multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms, self.reads_tokens)
         outputs = weight.shape[1:-1]
-        return y_RN.unflatten(-1, outputs)
+        y = y_RN.unflatten(-1, outputs)
+        if self.lora is None:
+            return y
+        return y + self.lora(x_RD, ends_e)
 
 
 def rounds_by_token(module: nn.Module) -> bool:

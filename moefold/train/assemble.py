@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moefold.anatomy.adapters import adapter_specs
 from moefold.anatomy.products import product_recipes
 from moefold.anatomy.stage_contents import pipeline_stages, rank_of_each_stage
 from moefold.checkpoint.live.logical_tensors import StateProvider
@@ -29,12 +30,12 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts, facts_from_config, training_precision
 from moefold.layout.agreement import Terms, code_versions, comparable_settings, differences
 from moefold.layout.axes import World
-from moefold.layout.declare import parameters_without_memory
+from moefold.layout.declare import declared_parameters, parameters_without_memory
 from moefold.layout.dtypes import DTYPES
 from moefold.memory.choose import attach_configured_policies
 from moefold.memory.graphs import StepGraph, make_step_graph
 from moefold.model.attention.context_parallel import choose_context_mechanism
-from moefold.model.initialise import initialise_parameters
+from moefold.model.initialise import fill_parameters, initialise_parameters
 from moefold.model.parts import ModelParts
 from moefold.model.steps import inside_recompute
 from moefold.model.transformer import Transformer
@@ -48,6 +49,7 @@ from moefold.optim.step_scalars import StepScalars
 from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
 from moefold.precision.fp8_scatter_sum import attach_fp8_sums
+from moefold.precision.low_rank import attach_adapters
 from moefold.precision.operand_statistics import OperandStatistics
 from moefold.precision.recipes import RecipeState, attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
@@ -264,15 +266,23 @@ def build_model(
         model = Transformer(config.model, choices, stages)
     recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
+    if is_whole and start is not None:
+        start(model)
+    elif is_whole:
+        initialise_parameters(model, config.train.seed)
+    add_adapters(model, config, world, kernels)  # behind the start, which may know of no adapters
     attach_fp8_sums(model, world, config.precision)
     attach_configured_policies(model, config)
-    if not is_whole:
-        return model
-    if start is not None:
-        start(model)
-    else:
-        initialise_parameters(model, config.train.seed)
     return model
+
+
+def add_adapters(model: Transformer, config: Config, world: World, kernels: BoundKernels) -> None:
+    """Adapters of this rank's products, initialised by name and seed as weights are; all else is frozen."""
+    specs = adapter_specs(config)
+    with world.device, default_dtype(DTYPES[config.train.precision]):
+        attach_adapters(model, specs, kernels)
+    adapters = [each for each in declared_parameters(model) if specs and each.tensor.requires_grad]
+    fill_parameters(adapters, config.train.seed)
 
 
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:

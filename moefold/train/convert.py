@@ -13,8 +13,10 @@ from moefold.checkpoint.hf.config_json import FAMILIES, config_json_for, describ
 from moefold.checkpoint.hf.dequantise import FP8_SCALE_SUFFIX
 from moefold.checkpoint.hf.export import WrittenDtypes, iterate_hf_tensors, written_dtypes
 from moefold.checkpoint.hf.family import ModelFamily
+from moefold.checkpoint.hf.merged_weights import MergedWeights, WeightAdapters, weight_adapters
 from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.checkpoint.hf.name_table import NameTable
+from moefold.checkpoint.hf.peft_folder import peft_adapter, write_adapter
 from moefold.checkpoint.hf.piece_values import FetchBox
 from moefold.checkpoint.hf.quantise import FP8_DTYPE, block_scales_shape, plain_modules
 from moefold.checkpoint.hf.quantization_config import fp8_quantisation
@@ -38,7 +40,7 @@ from moefold.checkpoint.live.logical_tensors import torch_dtype_text
 from moefold.checkpoint.live.saved_model import SavedModel
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import with_values
-from moefold.config.run import Config, ModelConfig
+from moefold.config.run import Config, LoraConfig, ModelConfig, ParallelConfig
 from moefold.data.tokenizer import STDLIB_ENTRIES, STDLIB_TOKENIZER
 from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
@@ -63,6 +65,15 @@ class ConvertRequest:
 
 
 @dataclass(frozen=True)
+class SavedAdapters:
+    """The adapters of a run. `fetch_box` gives boxes of their tensors."""
+
+    by_weight: WeightAdapters
+    lora: LoraConfig
+    fetch_box: FetchBox
+
+
+@dataclass(frozen=True)
 class WeightSource:
     """A model whose weights can be fetched by boxes, under our names."""
 
@@ -72,11 +83,14 @@ class WeightSource:
     tokenizer: Path | None  # the folder of its files
     longest: int  # sequence that the model was trained for
     biases: tuple[str, ...] = ()  # names of the selection biases that are not zero
+    adapters: SavedAdapters | None = None  # merged into what `fetch_box` gives
 
 
 def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Printer) -> None:
     check_output_folder(out, request.overwrite)
     weights = open_weight_source(source, request, say)
+    if weights.adapters is not None:
+        say(f"merging {len(weights.adapters.by_weight)} adapters into the weights; --to peft writes adapters alone")
     # Everything that can be refused is refused before the first byte is written.
     family = family_for_model(weights.model, request.family)
     options = config_json_for(family, weights.model)
@@ -96,6 +110,29 @@ def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Print
     say(f"wrote {out}: {family.kind}, {len(plan)} tensors, {size:.3g} GB as {', '.join(written)}")
     if request.upcycle:
         say(compare_with_dense(source, out))
+
+
+def convert_adapters(source: Path, out: Path, request: ConvertRequest, say: Printer) -> None:
+    """Write the adapters of a run alone, in PEFT's format."""
+    check_output_folder(out, request.overwrite)
+    if request.upcycle or request.dtype == "fp8_block":
+        raise UserError(
+            "--to peft takes neither --upcycle nor --dtype fp8_block; expected a LoRA run and a float dtype"
+        )
+    weights = open_weight_source(source, request, say)
+    adapters = weights.adapters
+    if adapters is None:
+        raise UserError(f"{source} has no adapters; expected a run with lora.rank above 0; write weights with --to hf")
+    family = family_for_model(weights.model, request.family)
+    config_json_for(family, weights.model)  # refuses what the family has no option for
+    table = family.name_table(weights.model)
+    adapter = peft_adapter(table, adapters.by_weight, adapters.lora, adapters.fetch_box)
+    if request.dtype != "as_saved":
+        dtype = DTYPES[request.dtype]
+        adapter.tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
+    plan = write_adapter(out, adapter, request.overwrite)
+    size = total_bytes(plan) / 1e6
+    say(f"wrote {out}: adapters for {family.kind}, {len(plan)} tensors, {size:.3g} MB, as PEFT loads them")
 
 
 def open_weight_source(source: Path, request: ConvertRequest, say: Printer) -> WeightSource:
@@ -202,7 +239,13 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     biases = nonzero_biases(saved, config.model.moe.experts)
     data = config.data
     tokenizer = tokenizer_folder(data.tokenizer, config.model.vocab)
-    return WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases)
+    source = WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases)
+    if not config.lora.rank:
+        return source
+    by_weight = weight_adapters(replace(config, parallel=ParallelConfig()))  # the sizes of all ranks together
+    merged = MergedWeights(saved.fetch_box, by_weight)
+    adapters = SavedAdapters(by_weight, config.lora, saved.fetch_box)
+    return replace(source, fetch_box=merged.fetch_box, adapters=adapters)
 
 
 def nonzero_biases(saved: SavedModel, experts: int) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.adapters import adapter_parameters, run_flops_per_token
+from moefold.anatomy.model_totals import active_parameters, total_parameters
 from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import StoragePath, require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
@@ -184,6 +185,8 @@ def introduction_lines(run: Run) -> list[str]:
     total = compact_number(total_parameters(config.model))
     active = compact_number(active_parameters(config.model))
     sizes = f"{total} parameters, {active} active per token"
+    if config.lora.rank:
+        sizes += f", {compact_number(adapter_parameters(config))} trained in adapters"
     tokens = compact_number(run.loader.sequences.tokens)
     held_out = compact_number(run.validation.sequences.tokens)
     text = f"{tokens} tokens of {config.data.source}, {held_out} held out"
@@ -248,7 +251,7 @@ class RunRecorder:
         self.spikes = spikes
         self.dead_experts = DeadExpertWatch()
         config = run.config
-        self.flops = train_flops_per_token(config.model, config.data.seq_len)
+        self.flops = run_flops_per_token(config)
 
     def validation_values(self) -> dict[str, Any]:
         with slow_phase("evaluation"):

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 
 from moefold.anatomy.stage_contents import embedding_ranks, final_norm_ranks
+from moefold.comm.consensus import raise_first_problem
 from moefold.comm.host_objects import union_of_sets
+from moefold.config.errors import UserError
 from moefold.config.run import Config, OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.add_squares import add_squares
@@ -62,6 +64,8 @@ def share_out_model(
     if made_for != config.shard:
         raise ValueError(f"a world made for {world.shard}; expected one for {config.shard}")
     choose_trained_parameters(model, world, groups)
+    if config.lora.rank:
+        raise_first_problem(stage_without_adapters(model), world)
     if config.shard.mode == "zero3":
         return share_out_units(config, model, world, groups, kernels, spans, weights)
     unit = block_of_parameter if has_units(config.optim) else None
@@ -125,11 +129,25 @@ def has_units(optim: OptimConfig) -> bool:
 
 
 def choose_trained_parameters(model: Transformer, world: World, groups: ParameterGroups) -> None:
-    """Freeze the parameters that groups name so. A pattern may match on other pipeline ranks only."""
+    """Freeze the parameters that groups name so, beside those that adapters have frozen. A pattern may match on other
+    pipeline ranks only."""
     if groups.entries:
-        names = {name for name, _ in model.named_parameters()}
+        names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         groups.require_matches(union_of_sets(names, world.pp))
         groups.freeze_parameters(model)
+
+
+def stage_without_adapters(model: Transformer) -> UserError | None:
+    """The refusal of a pipeline stage that has nothing to train: it would have no gradient to send back."""
+    trained = stages_using_parameters(model)
+    used = {stage for stages, _ in trained.values() for stage in stages}
+    for stage in model.stages:
+        if stage.number not in used:
+            return UserError(
+                f"pipeline stage {stage.number} has no adapter that is trained; expected one on every stage: name "
+                "products of its layers in lora.targets, or set parallel.pp, pipeline.vpp or pipeline.layout otherwise"
+            )
+    return None
 
 
 def fp8_storage(config: Config, model: Transformer, kernels: BoundKernels) -> Fp8Storage | None:

@@ -41,6 +41,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "active_parameters",
         "parameters_ahead",
         "train_flops_per_token",
+        "adapters",
         "seq_len",
         "packing",
         "facts",
@@ -435,3 +436,21 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
     assert run_command_line(["explain", "tiny", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "CUDA graphs: none; in the way of memory.graphs whole: memory.graphs = whole: parallel.ep = 2" in shown
+
+
+def test_a_run_with_adapters_tells_what_is_trained_and_which_kernel_its_experts_have(explained: Any):
+    """FLOPs lack the gradients of frozen weights, a third of all products, and have those of adapters."""
+    words = ("qwen3-30b-a3b", "--lora.rank", "16", "--lora.targets", "*.experts.*,*.attention.out: rank=4")
+    found, config = explained(*words), PRESETS["qwen3-30b-a3b"]()
+    model = config.model
+    experts = model.layers * model.moe.experts * 16 * (2 * model.hidden + 3 * model.moe.ffn)
+    out = model.layers * 4 * (model.hidden + model.attention.heads * model.attention.head_dim)
+    assert found["adapters"] == {"products": 3 * model.layers, "ranks": [4, 16], "parameters": experts + out}
+    whole = train_flops_per_token(model, config.data.seq_len)
+    adapters = 6 * (experts * model.moe.top_k / model.moe.experts + out)
+    weights = sum(2 * step.matmul for _, step in prefixed_model_steps(model))
+    assert found["train_flops_per_token"] == pytest.approx(whole - weights + adapters)
+    assert explained("tiny")["adapters"] is None
+    chosen = found["kernels"]["expert_mlp"]
+    assert chosen["implementation"] == "reference"
+    assert "lora.rank = 16" in chosen["why"]

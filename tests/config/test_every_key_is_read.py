@@ -80,6 +80,16 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
     variants[1] += ["--precision.recipes", recipes, "--precision.scaling", "delayed"]
     variants[1] += ["--data.source", "files", "--data.files", str(lines), "--data.text_key", "body"]
     variants[1] += ["--optim.groups", "*.experts.*: rule=muon"]
+    adapted = [
+        "--lora.rank",
+        "2",
+        "--lora.targets",
+        "*.attention.*",
+        "--model.moe.balance.bias_rate",
+        "0",
+        *corpus(tmp_path),
+    ]
+    variants.append(adapted)
     seen = watch(monkeypatch)
     for i, variant in enumerate(variants):
         argv = ["train", "tiny", *SMALL, "--train.steps", "2", "--optim.warmup", "1", *variant]

@@ -24,6 +24,17 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--data.weights=1/2", 1, "data.weights = 1/2, but data.source = stdlib"),
         ("--data.weights=1/2 --data.source=prepared --data.files=a", 1, "2 weights for 1 folders"),
     ],
+    "targets of adapters can be read": [
+        ("--lora.rank=4 --lora.targets=*.out:rank=0", 1, "lora.targets = *.out:rank=0: expected rank = a whole number"),
+        ("--lora.rank=4 --lora.targets=*.out:rnak=2", 1, 'no option "rnak" (did you mean "rank"?)'),
+    ],
+    "targets have a rank": [("--lora.targets=*.attention.*", 1, "lora.rank = 0, lora.targets = *.attention.*")],
+    "a frozen base is whole on every replica": [("--lora.rank=4 --shard.mode=zero3", 2, "shard.mode = zero3")],
+    "a frozen base is not stored in FP8 alone": [
+        ("--lora.rank=4 --precision.recipe=fp8_block --precision.storage=fp8", 1, "precision.storage = fp8"),
+    ],
+    "a frozen base is not clipped": [("--lora.rank=4 --optim.qk_clip=50", 1, "optim.qk_clip = 50")],
+    "selection biases of a frozen base stay": [("--lora.rank=4", 1, "model.moe.balance.bias_rate = 0.01")],
     "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
     "fully sharded weights have no quantised copies": [
         ("--shard.mode=zero3 --precision.recipe=fp8_block", 2, "shard.mode = zero3"),

@@ -3,7 +3,7 @@ of one of our tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -84,9 +84,20 @@ def export_hf_weights(
     if dtype:
         dtypes = written_dtypes(chosen, table, config, dtype)
     held = local_tensors(model)
+    refuse_adapters(held)
     refuse_lost_biases(held, table, world)
     boxes = GatheredBoxes(held, world)
     yield from iterate_hf_tensors(table, boxes.fetch_box, dtypes)
+
+
+def refuse_adapters(held: Iterable[str]) -> None:
+    """Refuse a model with adapters: its weights alone are not what it computes with."""
+    adapters = [name for name in held if name.endswith(".lora.a")]
+    if adapters:
+        raise UserError(
+            f"{adapters[0]} and others are adapters, which a live export does not merge; "
+            "write a checkpoint, and convert it with `moefold convert` --to hf or --to peft"
+        )
 
 
 def refuse_lost_biases(held: dict[str, list[LocalTensor]], table: NameTable, world: World) -> None:

@@ -147,6 +147,9 @@ class Experts(DeclaringModule):
         self.recipe_name = up.name if is_same else "mixed"
         name = self.recipe_name
         kernels = self.kernels.with_facts(recipe=name)
+        has_adapters = self.up_product.lora is not None or self.down_product.lora is not None
+        if has_adapters:
+            kernels = kernels.with_facts(unfused_experts="lora.rank")
         parts = self.parts
         self.parts = parts._replace(recipe=up, down_recipe=down)
         self.expert_mlp = kernels[expert_mlp]

@@ -203,7 +203,7 @@ def most_gradients(s: RunSetting, rank: RankStages) -> float:
 def one_microbatch_moments(s: RunSetting, rank: RankStages, costs: RankKindCosts) -> Iterator[PeakMoment]:
     """Moments of a step's only microbatch: forward, with no gradient allocated, and every step of backward."""
     most = most_gradients(s, rank)
-    gradient_bytes = STATE_ELEMENT_BYTES[s.optim.gradients]
+    gradient_bytes = STATE_ELEMENT_BYTES[s.optim.gradients] * costs.state.trained
     even = costs.stages[0]
     full = costs.fullest[0]
     fullest_forward = full.kept + full.forward - even.forward

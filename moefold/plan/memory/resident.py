@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
+from moefold.anatomy.adapters import adapter_specs
 from moefold.config.run import OptimConfig
 from moefold.layout.placement import GRID_AXES
 from moefold.plan.layer.layer_costs import ParameterClass
@@ -37,6 +38,7 @@ class ResidentState:
     gradients: float
     main: float
     moments: float
+    trained: float = 1.0  # share of the parameters that have gradients
 
 
 def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> ResidentState:
@@ -65,7 +67,7 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
     plain = weight_count
     if s.keeps_only_quantised:
         plain -= quantized
-    return ResidentState(
+    state = ResidentState(
         parameters=parameters,
         share=share,
         reduced=reduced,
@@ -74,6 +76,26 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         gradients=weight_count * STATE_ELEMENT_BYTES[optim.gradients],
         main=main_weight_bytes(s, state_count, quantized * state_count / weight_count),
         moments=moment_bytes(s, rank, state_count),
+    )
+    return with_adapters(s, state) if s.config.lora.rank else state
+
+
+def with_adapters(s: RunSetting, base: ResidentState) -> ResidentState:
+    """The state of a rank that trains adapters beside the frozen weights of `base`. Adapters are counted as if spread
+    evenly over pipeline ranks, and shared out among replicas as the base would be."""
+    specs = adapter_specs(s.config)
+    adapters = sum(spec.parameters for spec in specs) / s.parallel.pp
+    trained = adapters / base.parameters
+    return replace(
+        base,
+        parameters=base.parameters + adapters,
+        share=base.share * trained,
+        reduced=base.reduced * trained,
+        weights=base.weights + adapters * s.recipe.wide,
+        gradients=base.gradients * trained,
+        main=base.main * trained,
+        moments=base.moments * trained,
+        trained=trained,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moefold.anatomy.adapters import adapter_parameters
 from moefold.config.read import parse_overrides, with_values
 from moefold.config.run import Config
 from moefold.plan.memory.peak_memory import RankMemory, plan_memory
@@ -58,3 +59,15 @@ def test_gradients_of_several_microbatches_exist_all_at_once_inside_backward_too
     words = ONE_CARD.replace("micro_batch=4", "micro_batch=2").replace("gradients=bf16", "gradients=fp32")
     rank = planned("qwen3-30b-a3b", words)
     assert rank.gradients == 4 * rank.parameters
+
+
+def test_states_of_a_run_with_adapters_are_those_of_the_adapters():
+    """Main weights and moments of 12 bytes; fp32 gradients of one microbatch exist at the end of backward at most."""
+    words = "--lora.rank=16 --train.precision=bf16 --train.device=cuda --train.global_batch=4 --train.micro_batch=4"
+    config: Config = with_values(PRESETS["qwen3-30b-a3b"](), parse_overrides(words.split()), {})
+    rank = plan_memory(config, 1)[0]
+    adapters = adapter_parameters(config)
+    assert rank.parameters == pytest.approx(30.53e9 + adapters, rel=0.001)
+    assert rank.weights == pytest.approx(2 * rank.parameters)
+    assert rank.main + rank.moments == pytest.approx(12 * adapters)
+    assert rank.gradients <= 4 * adapters * 1.001

@@ -1,0 +1,120 @@
+"""The low-rank adapters of a model (LoRA): which products have one, of which rank and scale. Torch-free.
+
+y = W x + s B A x       A: rank x inputs, B: outputs x rank; s = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moefold.anatomy.model_totals import model_steps, mtp_steps, train_flops_per_token
+from moefold.anatomy.products import ProductSpec, model_products
+from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.lora_targets import LoraTarget, parse_targets
+from moefold.config.run import Config, ParallelConfig
+
+EXPERTS = "moe.experts."
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The adapter of a product. A grouped product has one for each of `experts` experts on a rank."""
+
+    product: ProductSpec
+    rank: int
+    alpha: float
+    scale: float
+    experts: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """On one rank."""
+        widths = self.product.inputs + self.product.outputs
+        return self.experts * self.rank * widths
+
+
+def adapter_specs(config: Config) -> list[AdapterSpec]:
+    """Every adapter of the model, in the order of its products. Patterns that match no product are refused, and targets
+    that leave no adapter."""
+    lora = config.lora
+    if not lora.rank:
+        return []
+    products = list(model_products(config.model, config.parallel))
+    targets = parse_targets(lora.targets)
+    problems = [unmatched_target(target, products) for target in targets if not matches_some(target, products)]
+    if problems:
+        raise UserError(*problems)
+    experts_here = config.model.moe.experts // config.parallel.ep
+    specs: list[AdapterSpec] = []
+    for product in products:
+        target = target_of(product, targets)
+        if target is None or target.excluded:
+            continue
+        rank = target.rank or lora.rank
+        alpha = target.alpha or lora.alpha
+        scale = alpha / (rank**0.5 if lora.rs else rank)
+        experts = experts_here if is_grouped(product) else 1
+        specs.append(AdapterSpec(product, rank, alpha, scale, experts))
+    if not specs:
+        raise UserError("lora.targets excludes every product; expected at least one that has an adapter")
+    return specs
+
+
+def target_of(product: ProductSpec, targets: list[LoraTarget]) -> LoraTarget | None:
+    """The last target that matches. Where only exclusions are named, and by default, the scope of `precision.recipe` in
+    the model's own layers has adapters."""
+    matching = [target for target in targets if target.matches(product.name)]
+    if matching:
+        return matching[-1]
+    names_some = any(not target.excluded for target in targets)
+    if names_some or product.layer is None or not product.is_in_scope:
+        return None
+    return LoraTarget(product.name)
+
+
+def matches_some(target: LoraTarget, products: list[ProductSpec]) -> bool:
+    return any(target.matches(product.name) for product in products)
+
+
+def unmatched_target(target: LoraTarget, products: list[ProductSpec]) -> str:
+    names = [product.name for product in products]
+    near = did_you_mean(target.pattern, names)
+    shown = printable_text(target.pattern)
+    return f'lora.targets: no product of the model matches "{shown}"{near}; * stands for any part of a name'
+
+
+def is_grouped(product: ProductSpec) -> bool:
+    return product.place.startswith(EXPERTS)
+
+
+def adapters_of_all_ranks(config: Config) -> list[AdapterSpec]:
+    """Adapters with the sizes of the whole model."""
+    return adapter_specs(replace(config, parallel=ParallelConfig()))
+
+
+def adapter_parameters(config: Config) -> int:
+    """Number of parameters of all adapters."""
+    return sum(spec.parameters for spec in adapters_of_all_ranks(config))
+
+
+def run_flops_per_token(config: Config) -> float:
+    """FLOPs per token of forward and backward in a run, recompute not. Beside adapters, frozen weights have no gradient
+    product; adapters have all three products."""
+    model = config.model
+    total = train_flops_per_token(model, config.data.seq_len)
+    specs = adapters_of_all_ranks(config)
+    if not specs:
+        return total
+    steps = model_steps(model) + mtp_steps(model)
+    total -= sum(2 * step.matmul for step in steps)
+    for spec in specs:
+        used = model.moe.top_k / spec.experts if is_grouped(spec.product) else 1
+        total += 6 * used * spec.parameters
+    return total
+
+
+def adapted_experts(config: Config) -> str:
+    """The key that gives routed experts adapters; empty: they have none."""
+    if any(is_grouped(spec.product) for spec in adapter_specs(config)):
+        return f"lora.rank = {config.lora.rank}"
+    return ""

@@ -1,0 +1,218 @@
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+Of a matrix of theirs PEFT has lora_A (rank, inputs) and lora_B (outputs, rank). Where their matrix holds several of
+ours, ranks add up: A has the rows of each, B its columns, and zeros for outputs of the others. Attention is named in
+target_modules, MLPs in target_parameters: PEFT takes gate_proj in target_modules for that of routed experts.
+
+The stack of all experts is one parameter there (transformers 5): lora_A is (experts x rank, inputs), lora_B (outputs,
+rank x experts). Of two such parameters of a module PEFT nests the wrappers; the first is the inner one, `base_layer`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.format.boxes import whole_box
+from moefold.checkpoint.hf.merged_weights import WeightAdapter, WeightAdapters
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
+from moefold.checkpoint.hf.piece_values import FetchBox, write_piece_values
+from moefold.checkpoint.hf.write_weights import PlannedTensor, check_output_folder, write_json, write_shard_file
+from moefold.config.errors import UserError
+from moefold.config.run import LoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+ROOT = "base_model.model."
+ATTENTION = ".self_attn."
+SINCE_TRANSFORMERS_5 = {".block_sparse_moe.": ".mlp."}  # modules that have another name in files
+
+
+@dataclass
+class PeftAdapter:
+    """Tensors by name, the targets, and those whose rank or alpha is not that of the section `lora`."""
+
+    lora: LoraConfig
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    modules: list[str] = field(default_factory=list[str])
+    parameters: list[str] = field(default_factory=list[str])
+    ranks: dict[str, int] = field(default_factory=dict[str, int])
+    alphas: dict[str, float] = field(default_factory=dict[str, float])
+
+    def add(self, target: str, module: str, a: Tensor, b: Tensor, rank: int, scale: float) -> None:
+        """Add a target: the name of a module, or of a parameter. `module`: the name of the wrapper of its tensors."""
+        targets = self.modules if ATTENTION in target else self.parameters
+        parameter = target if ATTENTION in target or ".experts." in target else f"{target}.weight"
+        targets.append(parameter)
+        self.tensors[f"{ROOT}{module}.lora_A.weight"] = a
+        self.tensors[f"{ROOT}{module}.lora_B.weight"] = b
+        alpha = scale * (rank**0.5 if self.lora.rs else rank)
+        if rank != self.lora.rank:
+            self.ranks[parameter] = rank
+        if alpha != self.lora.alpha:
+            self.alphas[parameter] = alpha
+
+    def config(self) -> dict[str, Any]:
+        """The content of adapter_config.json."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "inference_mode": True,
+            "r": self.lora.rank,
+            "lora_alpha": whole_if_possible(self.lora.alpha),
+            "lora_dropout": 0.0,
+            "use_rslora": self.lora.rs,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "target_modules": self.modules,
+            "target_parameters": self.parameters,
+            "rank_pattern": self.ranks,
+            "alpha_pattern": {name: whole_if_possible(alpha) for name, alpha in self.alphas.items()},
+        }
+
+
+def whole_if_possible(x: float) -> float | int:
+    return int(x) if x == int(x) else x
+
+
+def peft_adapter(table: NameTable, adapters: WeightAdapters, lora: LoraConfig, fetch: FetchBox) -> PeftAdapter:
+    """Adapters under the names of a family. Those of layers that the family's models do not have are refused."""
+    refuse_layers_ahead(adapters)
+    result = PeftAdapter(lora)
+    for theirs, pieces in table.pieces_by_theirs.items():
+        dense = [piece for piece in pieces if piece.ours in adapters and not adapters[piece.ours].is_grouped]
+        if dense:
+            add_matrix(result, theirs, dense, adapters, fetch)
+    by_module: dict[str, list[str]] = {}  # our weights by their module of experts
+    for name, adapter in adapters.items():
+        if adapter.is_grouped:
+            module = experts_module(table.pieces_by_ours[name][0].theirs)
+            by_module.setdefault(module, []).append(name)
+    for module, names in by_module.items():
+        for number, name in enumerate(names):
+            is_inner = number < len(names) - 1
+            wrapper = f"{module}.base_layer" if is_inner else module
+            add_stack(result, module, wrapper, table.pieces_by_ours[name][0], adapters[name], fetch)
+    return result
+
+
+def refuse_layers_ahead(adapters: WeightAdapters) -> None:
+    ahead = [name for name in adapters if name.startswith("ahead.")]
+    if ahead:
+        raise UserError(
+            f"{ahead[0]} has an adapter, and models of transformers have no layers of multi-token prediction; "
+            "write merged weights with --to hf, or train with lora.targets that leave ahead.* out"
+        )
+
+
+def add_matrix(
+    result: PeftAdapter, theirs: str, pieces: list[MappedPiece], adapters: WeightAdapters, fetch: FetchBox
+) -> None:
+    """One of their matrices, from the adapters of our weights that it holds."""
+    ours = list(dict.fromkeys(piece.ours for piece in pieces))
+    scale = adapters[ours[0]].spec.scale
+    rows: list[Tensor] = []
+    columns: list[Tensor] = []
+    for name in ours:
+        adapter = adapters[name]
+        inputs = pieces[0].their_shape[1]
+        rows.append(fetch(adapter.a, whole_box((adapter.spec.rank, inputs))))
+        of_name = [piece for piece in pieces if piece.ours == name]
+        b = their_outputs(of_name, adapter, fetch)
+        columns.append(b * (adapter.spec.scale / scale))
+    module = theirs.removesuffix(".weight")
+    a = torch.cat(rows)
+    result.add(module, module, a, torch.cat(columns, 1), len(a), scale)
+
+
+def their_outputs(pieces: Iterable[MappedPiece], adapter: WeightAdapter, fetch: FetchBox) -> Tensor:
+    """B with their order of outputs: the pieces of the weight, with the rank in place of inputs."""
+    joined: Tensor | None = None
+    for piece in pieces:
+        of_b = piece_of_b(piece, adapter)
+        values = fetch(adapter.b, of_b.box_in_ours)
+        if joined is None:
+            joined = values.new_zeros(of_b.their_shape)
+        write_piece_values(of_b, values, joined)
+    assert joined is not None
+    return joined
+
+
+def piece_of_b(piece: MappedPiece, adapter: WeightAdapter) -> MappedPiece:
+    ((inputs,),) = piece.our_groups[-1:]
+    sizes = {**piece.sizes, inputs: adapter.spec.rank}
+    return replace(piece, ours=adapter.b, sizes=sizes)
+
+
+def experts_module(theirs: str) -> str:
+    """The module that holds the parameters of all experts."""
+    module, _, _ = theirs.partition(".experts.")
+    name = f"{module}.experts"
+    for old, new in SINCE_TRANSFORMERS_5.items():
+        name = name.replace(old, new)
+    return name
+
+
+def add_stack(
+    result: PeftAdapter, module: str, wrapper: str, piece: MappedPiece, adapter: WeightAdapter, fetch: FetchBox
+) -> None:
+    """The adapters of all experts."""
+    spec = adapter.spec
+    parameter = "down_proj" if is_down(adapter) else "gate_up_proj"
+    a_eri, b_eor = stacked_adapter(piece, adapter, fetch)
+    b_ore = b_eor.permute(1, 2, 0)
+    a = a_eri.flatten(0, 1)
+    b = b_ore.flatten(1).contiguous()
+    result.add(f"{module}.{parameter}", wrapper, a, b, spec.rank, spec.scale)
+
+
+def stacked_adapter(piece: MappedPiece, adapter: WeightAdapter, fetch: FetchBox) -> tuple[Tensor, Tensor]:
+    """A (experts, rank, inputs) and B (experts, outputs, rank), outputs in their order."""
+    spec = adapter.spec
+    experts = spec.experts
+    a = fetch(adapter.a, whole_box((experts, spec.rank, spec.product.inputs)))
+    if len(piece.their_shape) == 3:  # (experts, inputs, outputs) on their side
+        b_ero = their_outputs([piece], adapter, fetch)
+        return a, b_ero.mT
+    outputs = spec.product.outputs
+    gate_and_up = (2, outputs // 2)
+    shape = (outputs,) if is_down(adapter) else gate_and_up
+    b = fetch(adapter.b, whole_box((experts, *shape, spec.rank)))
+    return a, b.flatten(1, -2)
+
+
+def is_down(adapter: WeightAdapter) -> bool:
+    return adapter.spec.product.place.endswith("down_product")
+
+
+def write_adapter(out: Path, adapter: PeftAdapter, overwrite: bool) -> list[PlannedTensor]:
+    """Write both files, under a temporary name until they are complete."""
+    check_output_folder(out, overwrite)
+    planned = [PlannedTensor(name, tuple(x.shape), x.dtype) for name, x in adapter.tensors.items()]
+    staging = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        write_tensors(staging / WEIGHTS_FILE, planned, iter(adapter.tensors.items()))
+        write_json(staging / CONFIG_FILE, adapter.config())
+        out.mkdir(exist_ok=True)
+        for file in staging.iterdir():
+            os.replace(file, out / file.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return planned
+
+
+def write_tensors(path: Path, planned: list[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    with path.open("wb") as file:
+        write_shard_file(file, planned, tensors)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,125 @@
+"""Low-rank adapters beside linear products (LoRA): y = W x + s B (A x). The sum W + s B A is never in memory.
+
+    attach_adapters(model, specs, kernels)
+
+B starts at zero, A as weights do: drawn by name and seed, whatever the layout. A is cut over ranks as the weight's
+inputs are, B as its outputs are; of the two, the other is whole on every rank and gets its gradient as a sum of
+summands. The product of the weight keeps its recipe and its kernels; products with A and B are plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+
+from torch import Tensor, nn
+
+from moefold.anatomy.adapters import AdapterSpec
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.linear.linear import linear
+from moefold.kernels.linear.product import PLAIN
+from moefold.layout.declare import Declaration, DeclaringModule
+from moefold.layout.placement import Placement
+from moefold.precision.linear import GroupedLinear, Linear, PlacedWeight
+from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
+
+
+class LowRankPair(DeclaringModule):
+    """The parameters of an adapter: `a` (..., rank, inputs) and `b` (..., outputs, rank), with the stack of experts and
+    the placement of the weight that they stand beside."""
+
+    def __init__(self, weight: PlacedWeight, rank: int, scale: float):
+        super().__init__(weight.world)
+        declaration = weight.declaration
+        self.scale = scale
+        stacked = declaration.stacked
+        *outputs, inputs = declaration.shape
+        experts = outputs[:stacked]
+        # As wide as PEFT draws it: uniform within 1 / sqrt(inputs).
+        std = (3 * inputs) ** -0.5
+        rank_dim = len(experts)
+        placement = placement_of_a(declaration, rank_dim + 1)
+        self.a = self.declare_parameter("a", *experts, rank, inputs, placement=placement, std=std, stacked=stacked)
+        placement = placement_of_b(declaration)
+        self.b = self.declare_parameter("b", *outputs, rank, placement=placement, std=0.0, stacked=stacked)
+
+
+def placement_of_a(weight: Declaration, input_dim: int) -> Placement:
+    """Experts are cut as the weight's, the last dim as its inputs."""
+    last = len(weight.shape) - 1
+    cut: list[tuple[int, str]] = []
+    for dim, axis in weight.placement.cut:
+        is_expert_dim = weight.stacked and dim == 0
+        if is_expert_dim:
+            cut.append((dim, axis))
+        elif dim == last:
+            cut.append((input_dim, axis))
+    return Placement(weight.placement.grid, tuple(cut))
+
+
+def placement_of_b(weight: Declaration) -> Placement:
+    """All dims but the last are cut as the weight's."""
+    last = len(weight.shape) - 1
+    cut = [(dim, axis) for dim, axis in weight.placement.cut if dim != last]
+    return Placement(weight.placement.grid, tuple(cut))
+
+
+class LowRank(LowRankPair):
+    """The adapter of a linear layer."""
+
+    def __init__(self, weight: PlacedWeight, spec: AdapterSpec, kernels: BoundKernels):
+        super().__init__(weight, spec.rank, spec.scale)
+        plain = kernels.with_facts(recipe=PLAIN.name)
+        self.multiply_layers = plain[linear]
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.multiply(x, self.a)
+        b = self.b.flatten(0, -2)
+        y = self.multiply(low * self.scale, b)
+        outputs = self.b.shape[:-1]
+        return y.unflatten(-1, outputs)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        layer = (weight, None)
+        (y,) = self.multiply_layers(x, [layer], PLAIN)
+        return y
+
+
+class GroupedLowRank(LowRankPair):
+    """The adapters of all experts in one grouped product each with A and B."""
+
+    def __init__(self, weight: PlacedWeight, spec: AdapterSpec, kernels: BoundKernels):
+        super().__init__(weight, spec.rank, spec.scale)
+        # Kernels ask whether rows of all widths begin at multiples of some bytes: those of the rank do if the common
+        # divisor's do.
+        width = gcd(kernels.facts.ffn, spec.rank)
+        narrow = kernels.with_facts(ffn=width)
+        first = GroupedLinear(narrow)
+        second = GroupedLinear(narrow)
+        self.products = (first, second)  # a tuple, so that torch does not register them: they have no recipe
+
+    def forward(self, x_RD: Tensor, ends_e: Tensor) -> Tensor:
+        first, second = self.products
+        low_RK = first(x_RD, self.a, ends_e)
+        return second(low_RK * self.scale, self.b, ends_e)
+
+
+def attach_adapters(model: nn.Module, specs: Iterable[AdapterSpec], kernels: BoundKernels) -> None:
+    """Give products their adapters and freeze everything else; without a spec nothing changes. Specs of products on
+    other pipeline ranks are left."""
+    adapters = list(specs)
+    if not adapters:
+        return
+    products = named_products(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for spec in adapters:
+        product = products.get(spec.product.name)
+        if product is None:
+            continue
+        weight = placed_weight(product)
+        if isinstance(product, Linear):
+            product.lora = LowRank(weight, spec, kernels)
+        else:
+            product.lora = GroupedLowRank(weight, spec, kernels)
+    bind_fused_kernels(model)

@@ -1,0 +1,158 @@
+"""Adapters beside linear products: forward and gradients are those of the explicit weight W + s B A, which has no
+gradient of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefold.anatomy.adapters import AdapterSpec
+from moefold.anatomy.products import ProductSpec
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.facts import Facts
+from moefold.kernels.linear.product import PLAIN
+from moefold.layout.axes import single_rank_world
+from moefold.layout.declare import DeclaringModule
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
+from moefold.layout.placement import sharded_over_experts
+from moefold.precision.linear import GroupedLinear, Linear, LinearGroup, PlacedWeight
+from moefold.precision.low_rank import LowRankPair, attach_adapters
+from moefold.train.assemble import default_dtype
+from tests.precision.test_linear import numbers
+
+KERNELS = BoundKernels(Facts("cpu", "fp64", hidden=8, ffn=8))
+SCALE = 0.75
+ROWS = {"even": [4, 4, 4], "empty experts": [0, 12, 0], "skewed": [9, 0, 3], "no rows": [0, 0, 0]}
+
+
+def spec(name: str, rank: int) -> AdapterSpec:
+    return AdapterSpec(ProductSpec("", name, 8, 8), rank, alpha=1.0, scale=SCALE)
+
+
+class Projections(torch.nn.Module):
+    """Two layers that read one input, one with gate and up, and one that reads another."""
+
+    def __init__(self):
+        super().__init__()
+        world = single_rank_world()
+        self.query = Linear(world, 8, 3, 4, bias=True, std=1.0)
+        self.key = Linear(world, 8, 2, 5, std=1.0)
+        self.out = Linear(world, 12, 8, std=1.0)
+        self.both = LinearGroup(world, self.query, self.key)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k = self.both(x)
+        return q, k, self.out(q.flatten(-2))
+
+
+class Stack(DeclaringModule):
+    def __init__(self):
+        super().__init__(single_rank_world())
+        self.up = self.declare_parameter(
+            "up", 3, 2, 6, 8, placement=sharded_over_experts(2), std=1.0, stacked=True, rows="gate_up"
+        )
+        weight = PlacedWeight(self.declared["up"], self.world)
+        self.product = GroupedLinear(KERNELS, placed_weight=weight)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.up, ends)
+
+
+def filled(module: torch.nn.Module, *adapters: AdapterSpec) -> None:
+    attach_adapters(module, adapters, KERNELS)
+    for i, parameter in enumerate(module.parameters()):
+        parameter.data.copy_(numbers(*parameter.shape, seed=i))
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_linear_layers_compute_the_explicit_sum_and_its_gradients(rank: int):
+    with default_dtype(torch.float64):
+        layers = Projections()
+        filled(layers, spec("query", rank), spec("out", rank))
+    x = numbers(2, 5, 8, seed=90).requires_grad_()
+    outputs = layers(x)
+    # the same with explicit weights
+    x2 = x.detach().clone().requires_grad_()
+    explicit: dict[str, torch.Tensor] = {}
+    for name in ("query", "key", "out"):
+        layer = layers.get_submodule(name)
+        weight = layer.weight.detach().flatten(0, -2)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        if isinstance(layer.lora, LowRankPair):
+            b = layer.lora.b.detach().flatten(0, -2)
+            weight = weight + SCALE * b @ layer.lora.a.detach()
+        explicit[name] = weight.requires_grad_()
+    q = (x2 @ explicit["query"].T + layers.query.bias.detach().flatten()).unflatten(-1, (3, 4))  # pyright: ignore
+    k = (x2 @ explicit["key"].T).unflatten(-1, (2, 5))
+    expected = (q, k, q.flatten(-2) @ explicit["out"].T)
+    directions = [numbers(*y.shape, seed=50 + i) for i, y in enumerate(expected)]
+    torch.autograd.backward(outputs, directions)
+    torch.autograd.backward(expected, directions)
+    close(list(outputs), list(expected))
+    close([x.grad], [x2.grad])
+    assert layers.query.weight.grad is None
+    assert layers.key.weight.grad is None
+    for name in ("query", "out"):
+        pair = layers.get_submodule(f"{name}.lora")
+        assert isinstance(pair, LowRankPair)
+        dw = explicit[name].grad
+        assert dw is not None
+        b = pair.b.detach().flatten(0, -2)
+        close([pair.a.grad], [SCALE * b.T @ dw])
+        close([pair.b.grad], [(SCALE * dw @ pair.a.detach().T).view_as(pair.b)])
+
+
+@pytest.mark.parametrize("counts", ROWS.values(), ids=ROWS.keys())
+def test_experts_compute_the_explicit_sum_and_its_gradients(counts: list[int]):
+    """Rows behind the last end are undefined and change nothing."""
+    with default_dtype(torch.float64):
+        stack = Stack()
+        filled(stack, spec("product", 2))
+    defined = sum(counts)
+    x = numbers(defined + 2, 8, seed=90)
+    x[defined:] = torch.nan
+    x.requires_grad_()
+    ends = torch.tensor(counts).cumsum(0).int()
+    y = stack(x, ends)[:defined]
+    pair = stack.product.lora
+    assert isinstance(pair, LowRankPair)
+    b = pair.b.detach().flatten(1, 2)
+    change = SCALE * b @ pair.a.detach()
+    weight = (stack.up.detach().flatten(1, 2) + change).requires_grad_()
+    x2 = x.detach()[:defined].clone().requires_grad_()
+    pieces = [rows @ w.T for rows, w in zip(x2.split(counts), weight, strict=True)]
+    expected = torch.cat(pieces).unflatten(-1, (2, 6))
+    direction = numbers(*expected.shape, seed=50)
+    torch.autograd.backward([y], [direction])
+    torch.autograd.backward([expected], [direction])
+    close([y], [expected])
+    assert x.grad is not None
+    assert weight.grad is not None
+    close([x.grad[:defined]], [x2.grad])
+    assert stack.up.grad is None
+    close([pair.a.grad], [SCALE * b.mT @ weight.grad])
+    close([pair.b.grad], [(SCALE * weight.grad @ pair.a.detach().mT).view_as(pair.b)])
+
+
+def close(actual: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_weight_has_no_gradient_product():
+    """Of three layers, two with adapters, the products with A and B alone are deferred: four."""
+    with default_dtype(torch.float64):
+        layers = Projections()
+        filled(layers, spec("query", 2), spec("out", 2))
+    queue: list[DeferredWork] = []
+    outputs = layers(numbers(5, 8, seed=1))
+    with deferring_weight_grads(queue):
+        torch.autograd.backward([outputs[0].sum() + outputs[2].sum()])
+    assert len(queue) == 4
+    trained = {name for name, parameter in layers.named_parameters() if parameter.requires_grad}
+    assert trained == {"query.lora.a", "query.lora.b", "out.lora.a", "out.lora.b"}
+
+
+def test_without_adapters_nothing_is_frozen():
+    layers = Projections()
+    attach_adapters(layers, [], KERNELS)
+    assert all(parameter.requires_grad for parameter in layers.parameters())
+    assert layers.query.recipe is PLAIN
