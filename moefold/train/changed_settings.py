@@ -52,12 +52,15 @@ SHAPE_SETTINGS = (
     "model.moe.biases",
     "model.moe.dense_layers",
     "model.moe.every",
+    "lora.rank",
+    "lora.targets",
     "train.precision",
 )
 NOTED_SETTINGS = (  # a changed value is printed
     "model.",
     "data.",
     "optim.",
+    "lora.",
     "precision.",
     "train.seed",
     "train.global_batch",

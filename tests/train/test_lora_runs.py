@@ -219,3 +219,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path):
     moments = [name for name in expected if "exp_avg" in name or "moment" in name or name.startswith("optim")]
     assert moments
     assert all(".lora." in name for name in moments)
+    refused = io.StringIO()
+    with contextlib.redirect_stderr(refused):
+        assert run_command_line([*words, "--lora.rank", "3", "--out", str(out), "--resume", "auto"]) == 2
+    assert "lora.rank = 3, but the checkpoint has 2; set it back" in refused.getvalue()
