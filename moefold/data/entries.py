@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moefold.config.errors import UserError
+from moefold.data.document_split import Document
 from moefold.data.tokenizer import Tokenizer
 
 SCANNED_TOKENS = 1 << 22  # ids that are searched for end tokens at a time
@@ -44,17 +45,18 @@ class BadEntries:
         self.problems.append(problem)
 
 
-def entry_documents(entry: Entry, tokenizer: Tokenizer, bad: BadEntries) -> Iterator[np.ndarray]:
-    """The documents of an entry as token ids without their end token. Ids of a file are cut behind every end token."""
+def entry_documents(entry: Entry, tokenizer: Tokenizer, bad: BadEntries) -> Iterator[Document]:
+    """The documents of an entry. Ids of a file are cut behind every end token."""
     if isinstance(entry, BadEntry):
         bad.note(entry.problem)
     elif isinstance(entry, str):
-        yield tokenizer.encode(entry)
+        ids = tokenizer.encode(entry)
+        yield Document(ids)
     else:
-        for document in cut_behind(entry.ids, tokenizer.end.id):
-            problem = id_problem(document, tokenizer.size)
+        for ids in cut_behind(entry.ids, tokenizer.end.id):
+            problem = id_problem(ids, tokenizer.size)
             if problem is None:
-                yield document
+                yield Document(ids)
             else:
                 bad.note(f"{entry.place}: {problem}")
 

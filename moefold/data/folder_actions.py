@@ -65,7 +65,7 @@ def verify_folder(folder: Path, say: Printer) -> None:
     for side in SIDES:
         for facts in index.shards[side]:
             try:
-                shard = Shard(folder / side, facts, index.token_type)
+                shard = Shard(folder / side, facts, index.token_type, index.has_masks)
                 shard.check_all()
             except UserError as damaged:
                 problems += damaged.problems
@@ -77,6 +77,11 @@ def verify_folder(folder: Path, say: Printer) -> None:
 def export_side(folder: Path, side: str, prefix: Path, say: Printer) -> None:
     """Write the documents of a side as Megatron's PREFIX.bin and PREFIX.idx."""
     index = read_index(folder)
+    if index.has_masks:
+        raise UserError(
+            f"{folder} has masks of trained tokens, which Megatron's files do not hold; "
+            "expected a folder prepared with data.format = text"
+        )
     prefix.parent.mkdir(parents=True, exist_ok=True)
     documents = side_documents(folder, index, side)
     count = write_megatron(prefix, documents, index.vocab_size)

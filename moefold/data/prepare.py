@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.run import DataConfig
-from moefold.data.document_split import smallest_dtype, split_documents
+from moefold.data.document_split import Document, smallest_dtype, split_documents
 from moefold.data.documents import named_files
 from moefold.data.entries import BadEntries, entry_documents
 from moefold.data.prepared_folder import (
@@ -196,8 +194,8 @@ def prepare_part(
     writer = PartWriter(job, number, tokenizer)
     for piece in part:
         for entry in read_piece(piece, job.data.text_key):
-            for ids in entry_documents(entry, tokenizer, bad):
-                writer.add(ids)
+            for document in entry_documents(entry, tokenizer, bad):
+                writer.add(document)
     writer.flush()
     record = PartRecord(writer.shards, bad.problems)
     text = json.dumps(record._asdict())
@@ -212,13 +210,13 @@ class PartWriter:
         self.number = number
         self.tokenizer = tokenizer
         self.dtype = smallest_dtype(tokenizer.size)
-        self.documents: list[np.ndarray] = []
+        self.documents: list[Document] = []
         self.tokens = 0
         self.written = 0
         self.shards: SideShards = {side: [] for side in SIDES}
 
-    def add(self, ids: np.ndarray) -> None:
-        stored = ids.astype(self.dtype)
+    def add(self, document: Document) -> None:
+        stored = replace(document, ids=document.ids.astype(self.dtype))
         self.documents.append(stored)
         self.tokens += len(stored) + 1
         has_documents = len(self.documents) >= SHARD_DOCUMENTS

@@ -49,7 +49,7 @@ class Sequences(Protocol):
 
 class RowSequences:
     """Non-overlapping windows of one long array of tokens, shuffled anew in every epoch. `starts`: where documents
-    begin, if tokens attend within documents."""
+    begin, if tokens attend within documents. `mask`: which tokens are trained; None: all."""
 
     def __init__(
         self,
@@ -57,11 +57,13 @@ class RowSequences:
         seq_len: int,
         seed: int,
         starts: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
     ):
         self.row = row
         self.seq_len = seq_len
         self.seed = seed
         self.starts = starts
+        self.mask = mask
         self.has_documents = starts is not None
         self.tokens = len(row)
         self.windows = (len(row) - 1) // seq_len
@@ -77,7 +79,8 @@ class RowSequences:
         begins = np.zeros(0, dtype=np.int32)
         if self.starts is not None:
             begins = document_begins(self.starts, start, end)
-        return Window(ids, begins)
+        mask = None if self.mask is None else self.mask[start:end]
+        return Window(ids, begins, mask)
 
     def start_of_sequence(self, number: int) -> int:
         """Where the window that is the number-th sequence of the run begins."""
@@ -96,14 +99,23 @@ class RowSequences:
 def arrays_of_window(window: Window, has_documents: bool) -> SequenceArrays:
     """Tokens of a window, with the tokens one place on for labels. A label that begins a document must not be predicted
     from the document before."""
-    ids = window.ids.astype(np.int64)
-    tokens, labels = ids[:-1], ids[1:].copy()
+    tokens = window.ids[:-1].astype(np.int64)
+    labels = labels_of(window)
     if not has_documents:
         return SequenceArrays(tokens, labels)
-    next_positions = np.arange(1, len(ids))
+    next_positions = np.arange(1, len(window.ids))
     begins_document = window.begins[1:] == next_positions
     labels[begins_document] = IGNORE_INDEX
     return SequenceArrays(tokens, labels, window.begins[:-1])
+
+
+def labels_of(window: Window) -> np.ndarray:
+    """The labels of all tokens of a window but the last: the tokens behind them, where these are trained."""
+    labels = window.ids[1:].astype(np.int64)
+    if window.mask is not None:
+        is_trained = window.mask[1:]
+        labels[~is_trained] = IGNORE_INDEX
+    return labels
 
 
 def document_begins(
@@ -142,10 +154,12 @@ class MemoryDocuments:
         tokens: np.ndarray,
         starts: np.ndarray,
         seed: int,
+        mask: np.ndarray | None = None,
     ):
         self.tokens = tokens
         self.starts = starts
         self.seed = seed
+        self.mask = mask
         self.predicted = len(tokens) - len(starts)
         self.orders = Recent(self.shuffle_documents, 2)
 
@@ -171,9 +185,14 @@ class MemoryDocuments:
         document = np.searchsorted(order.ends, inside, side="right")
         first = inside + int(order.distances[document])
         length = end - start
-        ids = self.tokens[first : first + length]
+        here = slice(first, first + length)
+        ids = self.tokens[here]
         begins = np.zeros(length, dtype=np.int32)
-        return Window(ids, begins)
+        mask = None if self.mask is None else self.mask[here]
+        return Window(ids, begins, mask)
+
+    def has_mask(self, position: int) -> bool:
+        return self.mask is not None
 
 
 class NamedStream(NamedTuple):
