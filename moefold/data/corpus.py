@@ -10,7 +10,7 @@ import numpy as np
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
 from moefold.data.document_split import (
-    Document,
+    DocumentTokens,
     join_documents,
     single_document_start,
     smallest_dtype,
@@ -20,6 +20,7 @@ from moefold.data.documents import source_entries
 from moefold.data.entries import BadEntries, entry_documents
 from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
+from moefold.data.samples import sample_reader
 from moefold.data.sequences import MemoryDocuments, RowSequences
 from moefold.data.tokenizer import Tokenizer
 
@@ -122,10 +123,11 @@ def zipf_tokens(count: int, vocab: int, seed: int) -> np.ndarray:
 
 def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
     dtype = smallest_dtype(tokenizer.size)
-    documents: list[Document] = []
+    documents: list[DocumentTokens] = []
     bad = BadEntries(data.skip_bad, "data.files: ")
+    samples = sample_reader(data, tokenizer)
     for entry in source_entries(data):
-        for document in entry_documents(entry, tokenizer, bad):
+        for document in entry_documents(entry, tokenizer, bad, samples):
             stored = replace(document, ids=document.ids.astype(dtype))
             documents.append(stored)
     total = sum(map(len, documents))

@@ -18,7 +18,7 @@ LINE_SEARCH = 4096  # tokens that are searched for a line end to cut at
 
 
 @dataclass(frozen=True)
-class Document:
+class DocumentTokens:
     """Token ids of a document, without its end token. `mask`: which of them are trained, and whether the end token
     behind them is; None: all are."""
 
@@ -51,16 +51,16 @@ def smallest_dtype(vocab: int) -> np.dtype:
 
 
 def split_documents(
-    documents: list[Document],
+    documents: list[DocumentTokens],
     share: float,
     tokenizer: Tokenizer,
     total: int,
-) -> tuple[list[Document], list[Document]]:
+) -> tuple[list[DocumentTokens], list[DocumentTokens]]:
     """Documents to train on and documents held out: at any point of the text, the tokens held out are their share of
     those before it, to within half a document. `total`: tokens of the whole text, of which documents may be a part.
     A document with a mask is a sample that means nothing in parts: it is never cut."""
-    train: list[Document] = []
-    held_out: list[Document] = []
+    train: list[DocumentTokens] = []
+    held_out: list[DocumentTokens] = []
     smaller_share = min(share, 1 - share)
     smaller_side = smaller_share * total
     owed = 0.0  # tokens that should be held out so far, less those that are
@@ -70,9 +70,9 @@ def split_documents(
             cut = cut_at_line_end(document.ids, share, tokenizer)
             first, last = document.ids[:cut], document.ids[cut:]
             if len(first):
-                train.append(Document(first))
+                train.append(DocumentTokens(first))
             if len(last):
-                held_out.append(Document(last))
+                held_out.append(DocumentTokens(last))
             continue
         owed += share * len(document)
         if owed >= len(document) / 2:
@@ -95,7 +95,7 @@ def cut_at_line_end(ids: np.ndarray, share: float, tokenizer: Tokenizer) -> int:
 
 
 def join_documents(
-    documents: list[Document],
+    documents: list[DocumentTokens],
     dtype: np.dtype,
     end: int,
 ) -> JoinedDocuments:
@@ -113,7 +113,7 @@ def join_documents(
     return JoinedDocuments(joined, np.asarray(starts), join_masks(documents))
 
 
-def join_masks(documents: list[Document]) -> np.ndarray | None:
+def join_masks(documents: list[DocumentTokens]) -> np.ndarray | None:
     """The masks of all documents, with those of their end tokens; None where no document has one."""
     if all(document.mask is None for document in documents):
         return None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moefold.config.errors import UserError
-from moefold.data.document_split import Document, join_documents
+from moefold.data.document_split import DocumentTokens, join_documents
 
 BLOCK_BYTES = 1 << 16
 REMEDY = "copy the file again, or prepare the data again"
@@ -38,7 +38,7 @@ class ShardFacts(NamedTuple):
 def write_shard(
     folder: Path,
     name: str,
-    documents: list[Document],
+    documents: list[DocumentTokens],
     dtype: np.dtype,
     end: int,
 ) -> ShardFacts:

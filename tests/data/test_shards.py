@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from moefold.config.errors import UserError
-from moefold.data.document_split import Document
+from moefold.data.document_split import DocumentTokens
 from moefold.data.shards import BLOCK_BYTES, Shard, ShardFacts, write_shard
 
 BYTES = np.dtype(np.uint8)
 
 
-def masked_documents(lengths: list[int]) -> list[Document]:
+def masked_documents(lengths: list[int]) -> list[DocumentTokens]:
     chance = np.random.default_rng(3)
-    return [Document(chance.integers(1, 256, n, dtype=np.uint8), chance.random(n + 1) < 0.4) for n in lengths]
+    return [DocumentTokens(chance.integers(1, 256, n, dtype=np.uint8), chance.random(n + 1) < 0.4) for n in lengths]
 
 
 def flip_bit(path: Path, offset: int) -> None:
@@ -25,7 +25,7 @@ def flip_bit(path: Path, offset: int) -> None:
     path.write_bytes(raw)
 
 
-def write(folder: Path, documents: list[Document]) -> ShardFacts:
+def write(folder: Path, documents: list[DocumentTokens]) -> ShardFacts:
     return write_shard(folder, "x", documents, BYTES, 0)
 
 
@@ -42,7 +42,7 @@ def test_any_range_of_a_mask_is_read_as_written(tmp_path: Path):
 
 
 def test_a_shard_of_text_has_no_mask_file_and_trains_every_token(tmp_path: Path):
-    documents = [Document(each.ids) for each in masked_documents([5, 6])]
+    documents = [DocumentTokens(each.ids) for each in masked_documents([5, 6])]
     shard = Shard(tmp_path, write(tmp_path, documents), BYTES)
     assert not (tmp_path / "x.mask").exists()
     assert shard.read_mask(2, 9).tolist() == [True] * 7
