@@ -43,6 +43,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: list[int]) -> str: ...
 
+    def show(self, tokens: list[int]) -> str:
+        """The text with special tokens."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes. NUL, which does not occur in text, is the end-of-document token."""
@@ -57,6 +61,9 @@ class ByteTokenizer:
     def decode(self, tokens: list[int]) -> str:
         raw = bytes(token for token in tokens if 0 < token < 256)
         return raw.decode("utf-8", errors="replace")
+
+    def show(self, tokens: list[int]) -> str:
+        return self.decode(tokens)
 
 
 class EncodedText(NamedTuple):
@@ -118,6 +125,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self.engine.decode(tokens)
+
+    def show(self, tokens: list[int]) -> str:
+        return self.engine.decode(tokens, skip_special_tokens=False)
 
 
 END_TOKEN_KEYS = {  # files beside a tokenizer.json, the first that names a token counts

@@ -35,6 +35,19 @@ def test_text_is_prepared_described_verified_and_exported_and_comes_back_the_sam
     assert say(capsys, "verify", again)[0] == 0
 
 
+def test_samples_are_shown_with_brackets_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join('{"prompt": "two and two: ", "response": "four"}' for _ in range(30)))
+    code, shown = say(capsys, "show", file, "--data.format", "pairs", "--count", "1")
+    assert (code, shown) == (0, "sample 1: 18 tokens, 5 trained\ntwo and two: [[fourNUL]]\n\n")
+    say(capsys, "prepare", file, "--out", tmp_path / "out", "--workers", "1", "--data.format", "pairs")
+    assert say(capsys, "show", tmp_path / "out", "--count", "1") == (0, shown)
+    assert say(capsys, "verify", tmp_path / "out")[0] == 0
+    code, shown = say(capsys, "export", tmp_path / "out", "--out", tmp_path / "m")
+    assert code == 2
+    assert "has masks of trained tokens, which Megatron's files do not hold" in shown
+
+
 def test_damage_is_named_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = write_jsonl(tmp_path / "a.jsonl", varied_texts(100))
     say(capsys, "prepare", file, "--out", tmp_path / "out", "--workers", "1")
@@ -53,6 +66,8 @@ def test_damage_is_named_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture
         (["prepare", "a.txt", "--out", "o", "--data.tokeniser", "byte"], 'did you mean "data.tokenizer"'),
         (["prepare", "a.txt", "--out", "o", "--workers", "-1"], "--workers -1 is not legal"),
         (["ls", "absent"], "holds no prepared data"),
+        (["show", "absent.jsonl"], "no file absent.jsonl"),
+        (["show", "a.txt", "--count", "0"], "--count 0 is not legal"),
         (["export", "a", "b", "--out", "o"], "takes one folder, found 2"),
         (["prepare", "--out", "o"], "names nothing"),
     ],

@@ -266,6 +266,21 @@ def test_the_response_and_the_end_of_a_pair_are_trained_from_files_and_from_shar
     assert labelled_texts(from_shards, data) == found
 
 
+def test_rows_of_a_table_are_samples_too(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    pairs = [{"prompt": f"{n} plus one is ", "response": str(n + 1)} for n in range(80)]
+    parquet.write_table(pyarrow.Table.from_pylist([*pairs, {"prompt": "x"}]), tmp_path / "pairs.parquet")
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    prepared(tmp_path / "lines", tmp_path / "pairs.jsonl", format="pairs")
+    prepared(tmp_path / "rows", tmp_path / "pairs.parquet", format="pairs", skip_bad=True)
+    found = [(tmp_path / name / "train" / "00000-000.mask").read_bytes() for name in ("lines", "rows")]
+    assert found[0] == found[1]
+    skipped = (tmp_path / "rows" / "skipped.txt").read_text()
+    assert 'pairs.parquet, row 81 has the fields prompt, response; expected a text in "response"' in skipped
+
+
 @pytest.mark.parametrize("record", [{"prompt": "x"}, {"prompt": 1, "response": "y"}, {"prompt": "x", "response": ""}])
 def test_a_malformed_pair_is_named(record: dict[str, Any], tmp_path: Path):
     file = write_pairs(tmp_path / "pairs.jsonl", 3)
