@@ -1,9 +1,11 @@
-"""`moefold data`: text tokenized once into a prepared folder; what it holds, its soundness, export. Needs no torch."""
+"""`moefold data`: text tokenized once into a prepared folder; samples, soundness, export. Needs no torch."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +22,12 @@ from moefold.presets.command_options import read_options
 class DataOptions:
     """Prepare data for training. `prepare` tokenizes files and folders into --out, in parallel; the same command
     continues an interrupted preparation. `ls` tells what prepared folders hold, `verify` reads all their bytes and
-    names damaged shards, `show` prints a document, `export` writes one side as Megatron's .bin and .idx. Keys of the
-    section data apply, such as --data.tokenizer and --data.skip_bad."""
+    names damaged shards, `show` prints documents with what is trained in colour, `export` writes one side as Megatron's
+    .bin and .idx. Keys of the section data apply, such as --data.tokenizer and --data.skip_bad."""
 
-    what: tyro.conf.Positional[Literal["prepare", "ls", "verify", "show", "export"]]
+    what: tyro.conf.Positional[Literal["prepare", "show", "ls", "verify", "export"]]
     src: tyro.conf.Positional[tuple[str, ...]]
-    """prepare: files and folders to read. Else: prepared folders."""
+    """prepare: files and folders to read. show: such, or prepared folders. Else: prepared folders."""
     out: Path | None = None
     """prepare: the folder to write. export: the files to write, without .bin and .idx."""
     workers: int = 0
@@ -33,7 +35,9 @@ class DataOptions:
     side: Literal["train", "held_out"] = "train"
     """show, export: the documents to train on, or those held out."""
     document: int = 0
-    """show: the number of the document in its side, as the log of spikes has it."""
+    """show: the first document, by its number in its side, as the log of spikes has it."""
+    count: int = 3
+    """show: documents of each folder or file."""
 
 
 FORM = CommandForm("data", DataOptions, config_keys=True)
@@ -46,6 +50,9 @@ def run_command(argv: Sequence[str]) -> int:
     if options.what == "prepare":
         prepare_as_asked(options, overrides)
         return 0
+    if options.what == "show":
+        show_as_asked(options, overrides)
+        return 0
     for name in options.src:
         act_on_folder(options, Path(name).expanduser())
     return 0
@@ -53,25 +60,48 @@ def run_command(argv: Sequence[str]) -> int:
 
 def prepare_as_asked(options: DataOptions, overrides: Sequence[str]) -> None:
     out = require_out(options)
-    problems: dict[str, str] = {}
-    values = parse_overrides(overrides)
-    config = with_values(Config(), values, problems)
-    if options.workers < 0:
-        problems["workers"] = f"--workers {options.workers} is not legal; expected at least 0, such as 4"
-    if problems:
-        raise UserError(*problems.values())
+    config = read_config(options, overrides)
 
     from moefold.data.folder_actions import prepare_sources  # numpy, from here on
 
     prepare_sources(config, options.src, out, options.workers, print)
 
 
-def act_on_folder(options: DataOptions, folder: Path) -> None:
-    from moefold.data.folder_actions import describe_folder, export_side, show_document, verify_folder
+def read_config(options: DataOptions, overrides: Sequence[str]) -> Config:
+    problems: dict[str, str] = {}
+    values = parse_overrides(overrides)
+    config = with_values(Config(), values, problems)
+    if options.workers < 0:
+        problems["workers"] = f"--workers {options.workers} is not legal; expected at least 0, such as 4"
+    if options.count < 1:
+        problems["count"] = f"--count {options.count} is not legal; expected at least 1, such as 3"
+    if options.document < 0:
+        problems["document"] = f"--document {options.document} is not legal; expected at least 0"
+    if problems:
+        raise UserError(*problems.values())
+    return config
 
-    if options.what == "show":
-        show_document(folder, options.side, options.document, print)
-        return
+
+def show_as_asked(options: DataOptions, overrides: Sequence[str]) -> None:
+    config = read_config(options, overrides)
+
+    from moefold.data.show_samples import SampleView, is_prepared, paint_green, put_in_brackets
+
+    has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    paint = paint_green if has_colours else put_in_brackets
+    view = SampleView(options.document, options.count, paint, print)
+    for name in options.src:
+        path = Path(name).expanduser()
+        if is_prepared(path):
+            view.show_folder(path, options.side)
+        else:
+            data = replace(config.data, source="files", files=(name,))
+            view.show_file(data, config.model.vocab)
+
+
+def act_on_folder(options: DataOptions, folder: Path) -> None:
+    from moefold.data.folder_actions import describe_folder, export_side, verify_folder
+
     if options.what == "verify":
         verify_folder(folder, print)
     if options.what != "export":

@@ -238,6 +238,16 @@ def weights_are_of_prepared_sources(c: ConfigOnRanks) -> bool:
 
 
 @CROSS_FIELD_RULES.rule(
+    "samples are read from files",
+    ("data.format", "data.source"),
+    why="chats and pairs are lines of files; prepared data has its masks already",
+    fix="set data.format to text",
+)
+def samples_are_read_from_files(c: ConfigOnRanks) -> bool:
+    return c.data.format == "text" or c.data.source not in ("stdlib", "zipf", "prepared")
+
+
+@CROSS_FIELD_RULES.rule(
     "there are documents to attend within",
     ("data.attend", "data.source"),
     why="random tokens are one document without end",

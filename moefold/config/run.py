@@ -188,6 +188,11 @@ class DataConfig:
         "source prepared: weights of the folders, such as 0.7/0.3, and from a step on, such as 1000:0.5/0.5; none: by "
         "their tokens",
     )
+    format: Literal["text", "chat", "pairs"] = key(
+        "text",
+        "what files hold: text; chat, messages for the tokenizer's chat template; pairs, prompt and response; of the "
+        "last two answers alone are trained",
+    )
     text_key: str = key("text", "field of a .jsonl line, or column of a table, that holds the text")
     skip_bad: bool = key(False, "leave out lines, rows and files that cannot be read, and list them")
     tokenizer: str = key(

@@ -1,6 +1,6 @@
 """Arrow and Parquet files, zstd streams. Only this file uses pyarrow, which is optional: pip install 'moefold[data]'.
 
-A column of texts gives texts, a column of lists of whole numbers gives token ids.
+A column of texts gives texts, a column of lists of whole numbers gives token ids. Without a column rows are records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moefold.config.errors import UserError
-from moefold.data.entries import BadEntry, Entries, Entry, TokenIds
+from moefold.data.entries import BadEntry, Entries, Entry, Record, TokenIds
 
 ROWS_AT_A_TIME = 256
 FILE_MAGIC = b"ARROW1"  # else the file is a stream, as the datasets library writes
@@ -60,8 +60,8 @@ def parquet_group_bytes(path: Path) -> list[int]:
     return sizes
 
 
-def parquet_entries(path: Path, column: str, begin: int, end: int | None) -> Entries:
-    """The entries of the row groups from `begin` to before `end`."""
+def parquet_entries(path: Path, column: str | None, begin: int, end: int | None) -> Entries:
+    """The entries of the row groups from `begin` to before `end`: values of a column, or records of all columns."""
     file = open_parquet(path)
     facts = file.metadata
     require_column(path, file.schema_arrow.names, column)
@@ -71,11 +71,12 @@ def parquet_entries(path: Path, column: str, begin: int, end: int | None) -> Ent
     for number in range(begin):
         group = facts.row_group(number)
         rows_before += group.num_rows
-    batches = file.iter_batches(ROWS_AT_A_TIME, row_groups=groups, columns=[column])
+    columns = None if column is None else [column]
+    batches = file.iter_batches(ROWS_AT_A_TIME, row_groups=groups, columns=columns)
     yield from column_entries(path, batches, column, rows_before)
 
 
-def arrow_entries(path: Path, column: str) -> Entries:
+def arrow_entries(path: Path, column: str | None) -> Entries:
     """The entries of an Arrow file or stream."""
     pyarrow = require_pyarrow(path)
     with path.open("rb") as file:
@@ -97,23 +98,25 @@ def file_batches(opened: Any) -> Iterator[Any]:
         yield opened.get_batch(number)
 
 
-def require_column(path: Path, names: list[str], column: str) -> None:
-    if column not in names:
+def require_column(path: Path, names: list[str], column: str | None) -> None:
+    if column is not None and column not in names:
         found = ", ".join(names)
         raise UserError(
             f'{path} has the columns {found}; expected a text in "{column}" (set data.text_key to change that)'
         )
 
 
-def column_entries(path: Path, batches: Iterator[Any], column: str, rows_before: int) -> Entries:
-    """The entries of one column. A batch that cannot be read ends the file."""
+def column_entries(path: Path, batches: Iterator[Any], column: str | None, rows_before: int) -> Entries:
+    """The entries of one column, or of all. A batch that cannot be read ends the file."""
     pyarrow = require_pyarrow(path)
     row = rows_before
+    make_entry = row_record if column is None else value_entry
     try:
         for batch in batches:
-            for value in batch.column(column):
+            values = batch.to_struct_array() if column is None else batch.column(column)
+            for value in values:
                 row += 1
-                yield value_entry(value, f"{path}, row {row}")
+                yield make_entry(value, f"{path}, row {row}")
     except (pyarrow.ArrowException, OSError) as error:
         yield BadEntry(f"{path} cannot be read behind row {row} ({first_line(error)})")
 
@@ -131,6 +134,14 @@ def value_entry(value: Any, place: str) -> Entry:
             return TokenIds(ids, place)
     found = "no value" if content is None else type(content).__name__
     return BadEntry(f"{place} holds {found}; expected a text, or a list of token ids")
+
+
+def row_record(row: Any, place: str) -> Entry:
+    try:
+        fields = row.as_py()
+    except UnicodeDecodeError as error:
+        return BadEntry(f"{place} is not UTF-8: byte at offset {error.start}")
+    return Record(fields, lambda: place)
 
 
 def first_line(error: Exception) -> str:

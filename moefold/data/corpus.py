@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
-from moefold.data.document_split import join_documents, single_document_start, smallest_dtype, split_documents
+from moefold.data.document_split import (
+    DocumentTokens,
+    join_documents,
+    single_document_start,
+    smallest_dtype,
+    split_documents,
+)
 from moefold.data.documents import source_entries
 from moefold.data.entries import BadEntries, entry_documents
 from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
+from moefold.data.samples import sample_reader
 from moefold.data.sequences import MemoryDocuments, RowSequences, TextDocuments
 from moefold.data.tokenizer import Tokenizer
 
@@ -22,25 +29,27 @@ ZIPF_LENGTH = 1 << 22  # tokens of the synthetic corpus
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of both sides, and the positions at which documents begin."""
+    """Token ids of both sides, the positions at which documents begin, and which tokens are trained; None: all."""
 
     train: np.ndarray
     held_out: np.ndarray
     train_starts: np.ndarray = field(default_factory=single_document_start)
     held_out_starts: np.ndarray = field(default_factory=single_document_start)
     skipped: tuple[str, ...] = ()  # what could not be read
+    train_mask: np.ndarray | None = None
+    held_out_mask: np.ndarray | None = None
 
     def train_sequences(self, data: DataConfig, seed: int, batch: int) -> RowSequences:
         starts = self.train_starts if data.attend == "document" else None
         text = self.train_documents(data)
-        return RowSequences(self.train, data.seq_len, seed, starts, text)
+        return RowSequences(self.train, data.seq_len, seed, starts, self.train_mask, text)
 
     def train_documents(self, data: DataConfig) -> TextDocuments:
         return TextDocuments(data.source, self.train_starts)
 
     def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
         windows = self.train_sequences(data, seed, batch)
-        documents = MemoryDocuments(self.train, self.train_documents(data), seed)
+        documents = MemoryDocuments(self.train, self.train_documents(data), seed, self.train_mask)
         digest = self.fingerprint()
         source = PackedSource(digest, documents)
         mixture = Mixture(WHOLE, batch)
@@ -49,12 +58,13 @@ class Corpus:
     def held_out_sequences(self, data: DataConfig) -> RowSequences:
         """Validation has the same sequences in every run: its seed is 0."""
         starts = self.held_out_starts if data.attend == "document" else None
-        return RowSequences(self.held_out, data.seq_len, 0, starts)
+        return RowSequences(self.held_out, data.seq_len, 0, starts, self.held_out_mask)
 
     def fingerprint(self) -> str:
-        """A digest of the tokens and of where documents begin."""
+        """A digest of the tokens, of where documents begin, and of masks."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self.train, self.held_out, self.train_starts, self.held_out_starts):
+        masks = [mask for mask in (self.train_mask, self.held_out_mask) if mask is not None]
+        for array in (self.train, self.held_out, self.train_starts, self.held_out_starts, *masks):
             shape = str(array.shape)
             digest.update(shape.encode())
             values = np.ascontiguousarray(array)
@@ -117,16 +127,25 @@ def zipf_tokens(count: int, vocab: int, seed: int) -> np.ndarray:
 
 def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
     dtype = smallest_dtype(tokenizer.size)
-    documents: list[np.ndarray] = []
+    documents: list[DocumentTokens] = []
     bad = BadEntries(data.skip_bad, "data.files: ")
+    samples = sample_reader(data, tokenizer)
     for entry in source_entries(data):
-        for tokens in entry_documents(entry, tokenizer, bad):
-            documents.append(tokens.astype(dtype))
+        for document in entry_documents(entry, tokenizer, bad, samples):
+            stored = replace(document, ids=document.ids.astype(dtype))
+            documents.append(stored)
     total = sum(map(len, documents))
-    train, held_out = split_documents(documents, data.held_out, tokenizer, total)
-    train_tokens, train_starts = join_documents(train, dtype, tokenizer.end.id)
-    held_out_tokens, held_out_starts = join_documents(held_out, dtype, tokenizer.end.id)
-    return Corpus(train_tokens, held_out_tokens, train_starts, held_out_starts, tuple(bad.problems))
+    sides = split_documents(documents, data.held_out, tokenizer, total)
+    train, held_out = (join_documents(side, dtype, tokenizer.end.id) for side in sides)
+    return Corpus(
+        train.tokens,
+        held_out.tokens,
+        train.starts,
+        held_out.starts,
+        tuple(bad.problems),
+        train.mask,
+        held_out.mask,
+    )
 
 
 def refuse_short_corpus(data: DataConfig, corpus: Corpus) -> None:

@@ -38,12 +38,13 @@ class ShardPlace(NamedTuple):
     folder: Path
     facts: ShardFacts
     dtype: np.dtype
+    has_mask: bool = False
 
 
 def shard_places(folder: Path, index: PreparedIndex, side: str) -> list[ShardPlace]:
     places: list[ShardPlace] = []
     for facts in index.shards[side]:
-        place = ShardPlace(folder / side, facts, index.token_type)
+        place = ShardPlace(folder / side, facts, index.token_type, index.has_masks)
         places.append(place)
     return places
 
@@ -121,15 +122,18 @@ class DocumentId(NamedTuple):
 
 
 class Window:
-    """Tokens of the row; `begins`: the position in the window at which each token's document begins, at least 0."""
+    """Tokens of the row; `begins`: the position in the window at which each token's document begins, at least 0;
+    `mask`: which tokens are trained, None where all are."""
 
     def __init__(
         self,
         ids: np.ndarray,
         begins: np.ndarray,
+        mask: np.ndarray | None = None,
     ):
         self.ids = ids
         self.begins = begins
+        self.mask = mask
 
 
 class DocumentStream:
@@ -142,6 +146,7 @@ class DocumentStream:
         self.tokens = sum(place.facts.tokens for place in places)
         documents = sum(place.facts.documents for place in places)
         self.predicted = self.tokens - documents  # each has a token of its document before it
+        self.has_masks = any(place.has_mask for place in places)
         self.shards = OpenShards(places)
         self.first_documents = first_documents(places)
         self.epochs = Recent(self.plan_epoch, KEPT_CHAPTERS)
@@ -184,7 +189,8 @@ class DocumentStream:
         count = end - start
         ids = np.empty(count, dtype=np.int64)
         begins = np.empty(count, dtype=np.int32)
-        window = Window(ids, begins)
+        mask = np.empty(count, dtype=bool) if self.has_masks else None
+        window = Window(ids, begins, mask)
         filled = 0
         while filled < count:
             position = start + filled
@@ -214,6 +220,8 @@ class DocumentStream:
             here = slice(filled, filled + count)
             window.ids[here] = shard.read(start, stop)
             window.begins[here] = max(0, filled - skipped)
+            if window.mask is not None:
+                window.mask[here] = shard.read_mask(start, stop)
             filled += count
             inside += count
             document += 1
@@ -248,6 +256,15 @@ class DocumentStream:
         number = np.searchsorted(bounds, order.firsts[document])
         folder = self.places[shard].folder
         return DocumentId(str(folder), self.first_documents[shard] + int(number))
+
+    def has_mask(self, position: int) -> bool:
+        """Whether the document of a token of the row has a mask of trained tokens."""
+        key = self.chapter_at(position)
+        begin = self.chapter(key).begin
+        order = self.orders.get(key)
+        document = np.searchsorted(order.ends, position - begin, side="right")
+        shard = int(order.shards[document])
+        return self.places[shard].has_mask
 
     def chapter(self, key: ChapterKey) -> Chapter:
         plan = self.epochs.get(key.epoch)

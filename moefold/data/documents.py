@@ -12,7 +12,7 @@ from moefold.config.errors import UserError, printable_text
 from moefold.config.extensions import find_extension
 from moefold.config.run import DataConfig
 from moefold.data.entries import Entries
-from moefold.data.readers import Piece, read_piece
+from moefold.data.readers import Piece, field_to_read, read_piece
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 READ_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
@@ -57,7 +57,7 @@ def file_entries(data: DataConfig) -> Entries:
     for name in data.files:
         found = 0
         for path in named_files(name):
-            for entry in read_piece(Piece(path), data.text_key):
+            for entry in read_piece(Piece(path), field_to_read(data)):
                 found += 1
                 yield entry
         if not found:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from moefold.config.errors import UserError
+from moefold.data.document_split import DocumentTokens
 from moefold.data.tokenizer import Tokenizer
 
 SCANNED_TOKENS = 1 << 22  # ids that are searched for end tokens at a time
@@ -20,13 +21,29 @@ class TokenIds(NamedTuple):
     place: str
 
 
+class Record(NamedTuple):
+    """The fields of a line or row, of which a sample is made. `place` is for messages, and asked for when one is."""
+
+    fields: dict[str, Any]
+    place: Callable[[], str]
+
+
+class SampleReader(Protocol):
+    """Makes documents of the fields of a record. A malformed record is refused with a ValueError that completes "FILE,
+    line N ...". `identity`: what decides the tokens beside the tokenizer."""
+
+    identity: str
+
+    def documents(self, fields: dict[str, Any]) -> list[DocumentTokens]: ...
+
+
 class BadEntry(NamedTuple):
     """What cannot be read. `problem` names the file and the line, row or offset."""
 
     problem: str
 
 
-Entry = str | TokenIds | BadEntry
+Entry = str | TokenIds | Record | BadEntry
 Entries = Iterator[Entry]
 
 
@@ -44,19 +61,36 @@ class BadEntries:
         self.problems.append(problem)
 
 
-def entry_documents(entry: Entry, tokenizer: Tokenizer, bad: BadEntries) -> Iterator[np.ndarray]:
-    """The documents of an entry as token ids without their end token. Ids of a file are cut behind every end token."""
+def entry_documents(
+    entry: Entry,
+    tokenizer: Tokenizer,
+    bad: BadEntries,
+    samples: SampleReader | None = None,
+) -> Iterator[DocumentTokens]:
+    """The documents of an entry. Ids of a file are cut behind every end token."""
     if isinstance(entry, BadEntry):
         bad.note(entry.problem)
     elif isinstance(entry, str):
-        yield tokenizer.encode(entry)
+        ids = tokenizer.encode(entry)
+        yield DocumentTokens(ids)
+    elif isinstance(entry, Record):
+        yield from record_documents(entry, samples, bad)
     else:
-        for document in cut_behind(entry.ids, tokenizer.end.id):
-            problem = id_problem(document, tokenizer.size)
+        for ids in cut_behind(entry.ids, tokenizer.end.id):
+            problem = id_problem(ids, tokenizer.size)
             if problem is None:
-                yield document
+                yield DocumentTokens(ids)
             else:
                 bad.note(f"{entry.place}: {problem}")
+
+
+def record_documents(record: Record, samples: SampleReader | None, bad: BadEntries) -> list[DocumentTokens]:
+    assert samples is not None, "records are read where data.format says what they hold"
+    try:
+        return samples.documents(record.fields)
+    except ValueError as problem:
+        bad.note(f"{record.place()} {problem}")
+        return []
 
 
 def id_problem(ids: np.ndarray, size: int) -> str | None:

@@ -13,10 +13,9 @@ from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.data.megatron import write_megatron
 from moefold.data.prepare import PrepareJob, Printer, prepare_data
-from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index, saved_tokenizer
+from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index
 from moefold.data.shards import Shard
-from moefold.data.tokenizer import choose_tokenizer, load_tokenizer
-from moefold.printable import escape_character
+from moefold.data.tokenizer import choose_tokenizer
 
 SHOWN_PROBLEMS = 5
 
@@ -66,7 +65,7 @@ def verify_folder(folder: Path, say: Printer) -> None:
     for side in SIDES:
         for facts in index.shards[side]:
             try:
-                shard = Shard(folder / side, facts, index.token_type)
+                shard = Shard(folder / side, facts, index.token_type, index.has_masks)
                 shard.check_all()
             except UserError as damaged:
                 problems += damaged.problems
@@ -78,37 +77,15 @@ def verify_folder(folder: Path, say: Printer) -> None:
 def export_side(folder: Path, side: str, prefix: Path, say: Printer) -> None:
     """Write the documents of a side as Megatron's PREFIX.bin and PREFIX.idx."""
     index = read_index(folder)
+    if index.has_masks:
+        raise UserError(
+            f"{folder} has masks of trained tokens, which Megatron's files do not hold; "
+            "expected a folder prepared with data.format = text"
+        )
     prefix.parent.mkdir(parents=True, exist_ok=True)
     documents = side_documents(folder, index, side)
     count = write_megatron(prefix, documents, index.vocab_size)
     say(f"wrote {count:,} documents to {prefix}.bin and {prefix}.idx")
-
-
-def show_document(folder: Path, side: str, number: int, say: Printer) -> None:
-    """Print the text of a document, by its number in a side, with control characters escaped."""
-    index = read_index(folder)
-    count = index.documents(side)
-    if not 0 <= number < count:
-        raise UserError(f"--document {number}: {folder / side} has {count} documents; expected 0 to {count - 1}")
-    tokenizer = load_tokenizer(saved_tokenizer(folder), index.vocab_size)
-    ids = document_ids(folder, index, side, number)
-    without_end = ids[:-1].tolist()
-    lines = tokenizer.decode(without_end).split("\n")
-    for line in lines:
-        say("".join(map(escape_character, line)))
-
-
-def document_ids(folder: Path, index: PreparedIndex, side: str, number: int) -> np.ndarray:
-    """The tokens of a document, of which the last is the end token."""
-    before = 0
-    for facts in index.shards[side]:
-        inside = number - before
-        if inside < facts.documents:
-            shard = Shard(folder / side, facts, index.token_type)
-            start, stop = shard.bounds[inside : inside + 2].tolist()
-            return shard.read(start, stop)
-        before += facts.documents
-    raise IndexError(number)
 
 
 def side_documents(folder: Path, index: PreparedIndex, side: str) -> Iterator[np.ndarray]:

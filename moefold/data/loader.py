@@ -5,7 +5,8 @@ that number continues with the same sequences: exact resume, also in the middle 
 
 B sequences of S tokens; labels are the tokens shifted by one. Where tokens attend within documents, a batch also has
 the position at which each token's document begins, and the last token of a document has label IGNORE_INDEX: it must not
-predict the next document. Packed sequences end in padding, whose labels are IGNORE_INDEX too.
+predict the next document. Packed sequences end in padding, whose labels are IGNORE_INDEX too, as are those that masks
+say are not trained.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Packed sequences of a run by their number: bins of whole samples, planned for one global batch at a time. Torch-free.
 
-A sample is a document, or a part of `seq_len` tokens of a longer one. Each of its tokens but the last is an input, and
+A sample is a document, or a part of `seq_len` tokens of a longer one; of a document with a mask the first part alone,
+since an answer means nothing without its question. Each of its tokens but the last is an input, and
 each but the first the label of the token before, so that every input has a label and a bin ends in padding alone.
 
 Bin `n` of a run takes samples of one source: the source that gives window `n` where nothing is packed. Sources have
@@ -20,7 +21,7 @@ from moefold.data.document_stream import DocumentId, Window
 from moefold.data.mixture import Mixture
 from moefold.data.packing import PackedBins, PackingShape, PackingState, Sample, TakenSample, pack_next
 from moefold.data.recent import keep_newest
-from moefold.data.sequences import SequenceArrays, Sequences
+from moefold.data.sequences import SequenceArrays, Sequences, labels_of
 from moefold.layout.labels import IGNORE_INDEX
 
 KEPT_BATCHES = 8  # more than a loader assembles ahead of the one in use
@@ -30,11 +31,14 @@ States = tuple[PackingState, ...]  # by source
 
 class DocumentRow(Protocol):
     """Documents in random order, epoch after epoch, as one row without end. `predicted`: the tokens of an epoch that
-    have a token of their document before them."""
+    have a token of their document before them. `has_mask`: whether the document of a token has a mask of trained
+    tokens."""
 
     predicted: int
 
     def document_end(self, position: int) -> int: ...
+
+    def has_mask(self, position: int) -> bool: ...
 
     def read(self, start: int, end: int) -> Window: ...
 
@@ -187,7 +191,7 @@ class PackedSequences:
             state = PackingState()
             if found:
                 left.remove(found[0])
-                state = read_state(found[0], self.seq_len)
+                state = read_state(found[0], source.row, self.seq_len)
             states.append(state)
         self.begin = number
         self.begin_states = tuple(states)
@@ -201,12 +205,15 @@ def refuse_empty_documents(sources: list[PackedSource]) -> None:
             raise UserError("the text has empty documents alone; expected some with tokens: add text")
 
 
-def read_state(entry: Mapping[str, Any], seq_len: int) -> PackingState:
+def read_state(entry: Mapping[str, Any], row: DocumentRow, seq_len: int) -> PackingState:
     """The state of a source. Waiting samples that are longer than a bin is now are cut."""
     waiting: list[Sample] = []
     for start, length, batches in entry["waiting"]:
         end = start + length
-        for begin in range(start, end, seq_len):
+        begins = range(start, end, seq_len)
+        if row.has_mask(start):
+            begins = begins[:1]
+        for begin in begins:
             left = end - begin
             sample = Sample(begin, min(left, seq_len), batches)
             waiting.append(sample)
@@ -223,7 +230,8 @@ def take_sample(row: DocumentRow, position: int, longest: int) -> TakenSample:
     length = min(inputs, longest)
     behind = position + length
     sample = Sample(position, length)
-    return TakenSample(sample, end if length == inputs else behind)
+    is_last = length == inputs or row.has_mask(position)
+    return TakenSample(sample, end if is_last else behind)
 
 
 def fill_row(samples: list[Sample], row: DocumentRow, seq_len: int) -> SequenceArrays:
@@ -234,10 +242,10 @@ def fill_row(samples: list[Sample], row: DocumentRow, seq_len: int) -> SequenceA
     filled = 0
     for sample in samples:
         behind = sample.start + sample.length
-        ids = row.read(sample.start, behind + 1).ids
+        window = row.read(sample.start, behind + 1)
         here = slice(filled, filled + sample.length)
-        tokens[here] = ids[:-1]
-        labels[here] = ids[1:]
+        tokens[here] = window.ids[:-1]
+        labels[here] = labels_of(window)
         begins[here] = filled
         filled += sample.length
     begins[filled:] = filled

@@ -19,13 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.run import DataConfig
-from moefold.data.document_split import smallest_dtype, split_documents
+from moefold.data.document_split import DocumentTokens, smallest_dtype, split_documents
 from moefold.data.documents import named_files
-from moefold.data.entries import BadEntries, entry_documents
+from moefold.data.entries import BadEntries, SampleReader, entry_documents
 from moefold.data.prepared_folder import (
     INDEX_NAME,
     SIDES,
@@ -36,7 +34,8 @@ from moefold.data.prepared_folder import (
     vocabulary_digest,
     write_index,
 )
-from moefold.data.readers import Piece, cut_file, read_piece
+from moefold.data.readers import Piece, cut_file, field_to_read, read_piece
+from moefold.data.samples import sample_reader
 from moefold.data.shards import ShardFacts, write_durably, write_shard
 from moefold.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -76,8 +75,9 @@ class PartRecord(NamedTuple):
 def prepare_data(job: PrepareJob, workers: int, say: Printer) -> PreparedIndex:
     """Tokenize `data.files` into the folder, or continue where an earlier preparation was interrupted."""
     tokenizer = job.load_tokenizer()
+    samples = sample_reader(job.data, tokenizer)
     parts = plan_parts(job.data)
-    plan = plan_digest(job, tokenizer, parts)
+    plan = plan_digest(job, tokenizer, samples, parts)
     sizes = map(part_bytes, parts)
     job = replace(job, source_bytes=sum(sizes))
     claim_folder(job.out, plan)
@@ -141,7 +141,12 @@ def part_bytes(part: Part) -> int:
     return sum(map(piece_bytes, part))
 
 
-def plan_digest(job: PrepareJob, tokenizer: Tokenizer, parts: list[Part]) -> str:
+def plan_digest(
+    job: PrepareJob,
+    tokenizer: Tokenizer,
+    samples: SampleReader | None,
+    parts: list[Part],
+) -> str:
     """A digest of all that decides the tokens: files as they are now, tokenizer, settings."""
     pieces: list[dict[str, object]] = []
     for part in parts:
@@ -157,6 +162,8 @@ def plan_digest(job: PrepareJob, tokenizer: Tokenizer, parts: list[Part]) -> str
     settings["vocabulary"] = vocabulary_digest(tokenizer)
     for key in ("text_key", "held_out", "skip_bad"):
         settings[key] = getattr(job.data, key)
+    if samples is not None:
+        settings["samples"] = samples.identity
     return content_digest(settings)
 
 
@@ -194,10 +201,12 @@ def prepare_part(
     """Read, tokenize, split and write the documents of a part, then its record."""
     bad = BadEntries(job.data.skip_bad)
     writer = PartWriter(job, number, tokenizer)
+    samples = sample_reader(job.data, tokenizer)
+    field = field_to_read(job.data)
     for piece in part:
-        for entry in read_piece(piece, job.data.text_key):
-            for ids in entry_documents(entry, tokenizer, bad):
-                writer.add(ids)
+        for entry in read_piece(piece, field):
+            for document in entry_documents(entry, tokenizer, bad, samples):
+                writer.add(document)
     writer.flush()
     record = PartRecord(writer.shards, bad.problems)
     text = json.dumps(record._asdict())
@@ -212,13 +221,13 @@ class PartWriter:
         self.number = number
         self.tokenizer = tokenizer
         self.dtype = smallest_dtype(tokenizer.size)
-        self.documents: list[np.ndarray] = []
+        self.documents: list[DocumentTokens] = []
         self.tokens = 0
         self.written = 0
         self.shards: SideShards = {side: [] for side in SIDES}
 
-    def add(self, ids: np.ndarray) -> None:
-        stored = ids.astype(self.dtype)
+    def add(self, document: DocumentTokens) -> None:
+        stored = replace(document, ids=document.ids.astype(self.dtype))
         self.documents.append(stored)
         self.tokens += len(stored) + 1
         has_documents = len(self.documents) >= SHARD_DOCUMENTS
@@ -344,6 +353,7 @@ def finish_folder(job: PrepareJob, tokenizer: Tokenizer, plan: str, parts: int) 
         sources=job.data.files,
         skipped=len(skipped),
         shards=stored,
+        has_masks=job.data.format != "text",
     )
     write_index(job.out, index)
     for number in range(parts):

@@ -19,7 +19,7 @@ from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
 from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index, saved_tokenizer, vocabulary_digest
 from moefold.data.sequences import MixedSequences, NamedStream
-from moefold.data.shards import require_size
+from moefold.data.shards import mask_bytes, require_size
 from moefold.data.shuffle import mix_keys
 from moefold.data.tokenizer import Tokenizer
 
@@ -148,6 +148,8 @@ def require_shards(source: PreparedSource) -> None:
             size = facts.tokens * place.dtype.itemsize
             path = place.folder / f"{facts.name}.tokens"
             require_size(path, size)
+            if place.has_mask:
+                require_size(path.with_suffix(".mask"), mask_bytes(facts.tokens))
 
 
 def tokenizer_of_prepared(data: DataConfig) -> str:

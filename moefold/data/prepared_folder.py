@@ -20,14 +20,15 @@ from moefold.config.errors import UserError
 from moefold.data.shards import ShardFacts, write_durably
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-FORMAT, VERSION = "moefold-tokens", 1
+FORMAT, VERSION, MASKED_VERSION = "moefold-tokens", 1, 2  # a folder with masks is of a version of its own
 INDEX_NAME = "index.json"
 SIDES = ("train", "held_out")
 
 
 @dataclass(frozen=True)
 class PreparedIndex:
-    """The content of index.json. `plan`: digest of sources and settings; `vocabulary`: digest of the tokenizer."""
+    """The content of index.json. `plan`: digest of sources and settings; `vocabulary`: digest of the tokenizer;
+    `has_masks`: shards have masks of trained tokens."""
 
     plan: str
     vocabulary: str
@@ -38,6 +39,7 @@ class PreparedIndex:
     sources: tuple[str, ...]
     skipped: int
     shards: dict[str, tuple[ShardFacts, ...]]  # by side
+    has_masks: bool = False
 
     def tokens(self, side: str) -> int:
         counts = [facts.tokens for facts in self.shards[side]]
@@ -59,8 +61,10 @@ class PreparedIndex:
 
 
 def write_index(folder: Path, index: PreparedIndex) -> None:
-    content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    version = MASKED_VERSION if index.has_masks else VERSION
+    content: dict[str, Any] = {"format": FORMAT, "version": version}
     content |= asdict(index)
+    del content["has_masks"]
     content["sha256"] = content_digest(content)
     text = json.dumps(content)
     write_durably(folder / INDEX_NAME, text.encode())
@@ -88,14 +92,16 @@ def read_index(folder: Path) -> PreparedIndex:
         raise UserError(f"{path} differs from what was written (sha256); copy it again, or prepare the data again")
     kind = content.pop("format")
     version = content.pop("version")
-    if (kind, version) != (FORMAT, VERSION):
-        raise UserError(f"{path} is {kind} of version {version}; expected {FORMAT} of version {VERSION}")
+    if kind != FORMAT or version not in (VERSION, MASKED_VERSION):
+        legal = f"{VERSION} or {MASKED_VERSION}"
+        raise UserError(f"{path} is {kind} of version {version}; expected {FORMAT} of version {legal}")
     sides: dict[str, tuple[ShardFacts, ...]] = {}
     for side, listed in content["shards"].items():
         shards = [ShardFacts(*facts) for facts in listed]
         sides[side] = tuple(shards)
     content["sources"] = tuple(content["sources"])
     content["shards"] = sides
+    content["has_masks"] = version == MASKED_VERSION
     return PreparedIndex(**content)
 
 

@@ -17,13 +17,14 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from moefold.config.errors import UserError, printable_text
+from moefold.config.run import DataConfig
 from moefold.data.arrow_files import (
     MissingPackage,
     arrow_entries,
@@ -31,10 +32,11 @@ from moefold.data.arrow_files import (
     parquet_entries,
     parquet_group_bytes,
 )
-from moefold.data.entries import BadEntry, Entries, Entry, TokenIds
+from moefold.data.entries import BadEntry, Entries, Entry, Record, TokenIds
 from moefold.data.file_kinds import file_kind
 from moefold.data.megatron import data_and_index, megatron_entries
 
+RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")  # also compressed
 KIND_BYTES = 4096  # of a file's beginning, by which its kind is recognised
 BROKEN_STREAM = (EOFError, OSError, zlib.error)
 
@@ -50,14 +52,21 @@ class Piece(NamedTuple):
 class FileFormat(NamedTuple):
     """How files of a suffix are read, and how they are cut into pieces of about so many bytes."""
 
-    read: Callable[[Piece, str], Entries]
+    read: Callable[[Piece, str | None], Entries]
     cut: Callable[[Path, int], list[Piece]]
 
 
-def read_piece(piece: Piece, text_key: str) -> Entries:
-    """The entries of a piece. A file that cannot be read at all is one bad entry."""
+def field_to_read(data: DataConfig) -> str | None:
+    """The field that holds the text; None where samples are made of whole records."""
+    return data.text_key if data.format == "text" else None
+
+
+def read_piece(piece: Piece, field: str | None) -> Entries:
+    """The entries of a piece: texts of a field, or records. A file that cannot be read at all is one bad entry."""
     try:
-        yield from file_format(piece.path).read(piece, text_key)
+        if field is None:
+            refuse_without_records(piece.path)
+        yield from file_format(piece.path).read(piece, field)
     except MissingPackage:
         raise
     except UserError as error:
@@ -83,6 +92,14 @@ def file_format(path: Path) -> FileFormat:
     return FORMATS.get(suffix, TEXT_FORMAT)
 
 
+def refuse_without_records(path: Path) -> None:
+    """Refuse a file that has no fields, from which chats and pairs are made."""
+    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    if inner.suffix not in RECORD_SUFFIXES:
+        suffixes = ", ".join(RECORD_SUFFIXES)
+        raise UserError(f"{path} has no fields for data.format; expected a file of kind {suffixes}, or set it to text")
+
+
 def whole_file(path: Path, piece_bytes: int) -> list[Piece]:
     return [Piece(path)]
 
@@ -90,11 +107,11 @@ def whole_file(path: Path, piece_bytes: int) -> list[Piece]:
 # Lines of JSON.
 
 
-def read_jsonl(piece: Piece, text_key: str) -> Entries:
+def read_jsonl(piece: Piece, field: str | None) -> Entries:
     with piece.path.open("rb") as file:
         refuse_other_kind(piece.path, file.read(KIND_BYTES))
         lines = lines_from(file, piece.begin, piece.end)
-        yield from jsonl_entries(piece, lines, text_key)
+        yield from jsonl_entries(piece, lines, field)
 
 
 def lines_from(
@@ -133,44 +150,62 @@ class LinePlaces:
         return f"{self.piece.path}, line {self.lines_before + number}"
 
 
-def jsonl_entries(piece: Piece, lines: Iterable[bytes], text_key: str) -> Entries:
+def jsonl_entries(piece: Piece, lines: Iterable[bytes], field: str | None) -> Entries:
     places = LinePlaces(piece)
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield line_entry(line, text_key, places, number)
+            yield line_entry(line, field, places, number)
 
 
 def line_entry(
     line: bytes,
-    text_key: str,
+    field: str | None,
     places: LinePlaces,
     number: int,
 ) -> Entry:
     try:
-        return read_jsonl_line(line, text_key)
+        content = read_json_line(line)
+        if field is None:
+            record = require_record(content)
+            return Record(record, partial(places.name, number))
+        return text_of(content, field)
     except ValueError as error:
         return BadEntry(f"{places.name(number)} {error}")
 
 
-def read_jsonl_line(line: bytes, text_key: str) -> str:
-    """The text of one line. Refuses with a ValueError that completes "FILE, line N ..."."""
+def read_json_line(line: bytes) -> Any:
+    """What one line holds. Refuses with a ValueError that completes "FILE, line N ..."."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start} of the line") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({str(error)[:100]}); expected one object a line") from None
+
+
+def require_record(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError("is no object; expected one with the fields of a sample")
+    refuse_half_pairs(json.dumps(content, ensure_ascii=False))
+    return content
+
+
+def text_of(record: Any, field: str) -> str:
     if not isinstance(record, dict):
-        raise ValueError(f'is no object; expected a text in "{text_key}" (set data.text_key to change that)')
-    text = record.get(text_key)
+        raise ValueError(f'is no object; expected a text in "{field}" (set data.text_key to change that)')
+    text = record.get(field)
     if not isinstance(text, str):
         names = ", ".join(map(str, record))
-        raise ValueError(f'has the fields {names}; expected a text in "{text_key}" (set data.text_key to change that)')
+        raise ValueError(f'has the fields {names}; expected a text in "{field}" (set data.text_key to change that)')
+    refuse_half_pairs(text)
+    return text
+
+
+def refuse_half_pairs(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("holds half of a surrogate pair, which is no character; mend or remove that line") from None
-    return text
 
 
 def cut_lines(path: Path, piece_bytes: int) -> list[Piece]:
@@ -186,7 +221,7 @@ def cut_lines(path: Path, piece_bytes: int) -> list[Piece]:
 # Text and compressed files.
 
 
-def read_text(piece: Piece, text_key: str) -> Entries:
+def read_text(piece: Piece, field: str | None) -> Entries:
     raw = piece.path.read_bytes()
     yield from text_entries(piece.path, raw)
 
@@ -213,22 +248,22 @@ def refuse_other_kind(path: Path, raw: bytes) -> None:
         )
 
 
-def read_gzip(piece: Piece, text_key: str) -> Entries:
+def read_gzip(piece: Piece, field: str | None) -> Entries:
     with gzip.open(piece.path, "rb") as file:
-        yield from stream_entries(piece, file, text_key)  # pyright: ignore[reportArgumentType]
+        yield from stream_entries(piece, file, field)  # pyright: ignore[reportArgumentType]
 
 
-def read_zstd(piece: Piece, text_key: str) -> Entries:
+def read_zstd(piece: Piece, field: str | None) -> Entries:
     with closing(open_zstd(piece.path)) as file:
-        yield from stream_entries(piece, file, text_key)
+        yield from stream_entries(piece, file, field)
 
 
-def stream_entries(piece: Piece, file: IO[bytes], text_key: str) -> Entries:
+def stream_entries(piece: Piece, file: IO[bytes], field: str | None) -> Entries:
     """The entries of a decompressed file, whose kind is that of the name without the last suffix."""
     inner = piece.path.with_suffix("")
     if inner.suffix == ".jsonl":
         stream = SoundLines(file)
-        yield from jsonl_entries(piece, stream, text_key)
+        yield from jsonl_entries(piece, stream, field)
         if stream.broken is not None:
             yield BadEntry(f"{piece.path} breaks off behind line {stream.count}: {stream.broken}; copy it again")
         return
@@ -263,8 +298,8 @@ class SoundLines:
 # Tables and token ids.
 
 
-def read_parquet(piece: Piece, text_key: str) -> Entries:
-    yield from parquet_entries(piece.path, text_key, piece.begin, piece.end)
+def read_parquet(piece: Piece, field: str | None) -> Entries:
+    yield from parquet_entries(piece.path, field, piece.begin, piece.end)
 
 
 def cut_row_groups(path: Path, piece_bytes: int) -> list[Piece]:
@@ -280,15 +315,15 @@ def cut_row_groups(path: Path, piece_bytes: int) -> list[Piece]:
     return pieces
 
 
-def read_arrow(piece: Piece, text_key: str) -> Entries:
-    yield from arrow_entries(piece.path, text_key)
+def read_arrow(piece: Piece, field: str | None) -> Entries:
+    yield from arrow_entries(piece.path, field)
 
 
-def read_megatron(piece: Piece, text_key: str) -> Entries:
+def read_megatron(piece: Piece, field: str | None) -> Entries:
     yield from megatron_entries(piece.path)
 
 
-def read_numpy(piece: Piece, text_key: str) -> Entries:
+def read_numpy(piece: Piece, field: str | None) -> Entries:
     """Rows of a matrix of token ids, or a vector of them. Objects, which numpy would unpickle, are refused."""
     path = piece.path
     try:

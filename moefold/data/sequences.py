@@ -68,7 +68,8 @@ ONE_TEXT = TextDocuments("text", np.zeros(1, dtype=np.int64))
 
 class RowSequences:
     """Non-overlapping windows of one long array of tokens, shuffled anew in every epoch. `starts`: where documents
-    begin, if tokens attend within documents. `text`: the documents, whether tokens attend within them or not."""
+    begin, if tokens attend within documents. `mask`: which tokens are trained; None: all. `text`: the documents,
+    whether tokens attend within them or not."""
 
     def __init__(
         self,
@@ -76,12 +77,14 @@ class RowSequences:
         seq_len: int,
         seed: int,
         starts: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
         text: TextDocuments = ONE_TEXT,
     ):
         self.row = row
         self.seq_len = seq_len
         self.seed = seed
         self.starts = starts
+        self.mask = mask
         self.text = text
         self.has_documents = starts is not None
         self.tokens = len(row)
@@ -98,7 +101,8 @@ class RowSequences:
         begins = np.zeros(0, dtype=np.int32)
         if self.starts is not None:
             begins = document_begins(self.starts, start, end)
-        return Window(ids, begins)
+        mask = None if self.mask is None else self.mask[start:end]
+        return Window(ids, begins, mask)
 
     def documents(self, number: int) -> list[DocumentId]:
         start = self.start_of_sequence(number)
@@ -121,14 +125,23 @@ class RowSequences:
 def arrays_of_window(window: Window, has_documents: bool) -> SequenceArrays:
     """Tokens of a window, with the tokens one place on for labels. A label that begins a document must not be predicted
     from the document before."""
-    ids = window.ids.astype(np.int64)
-    tokens, labels = ids[:-1], ids[1:].copy()
+    tokens = window.ids[:-1].astype(np.int64)
+    labels = labels_of(window)
     if not has_documents:
         return SequenceArrays(tokens, labels)
-    next_positions = np.arange(1, len(ids))
+    next_positions = np.arange(1, len(window.ids))
     begins_document = window.begins[1:] == next_positions
     labels[begins_document] = IGNORE_INDEX
     return SequenceArrays(tokens, labels, window.begins[:-1])
+
+
+def labels_of(window: Window) -> np.ndarray:
+    """The labels of all tokens of a window but the last: the tokens behind them, where these are trained."""
+    labels = window.ids[1:].astype(np.int64)
+    if window.mask is not None:
+        is_trained = window.mask[1:]
+        labels[~is_trained] = IGNORE_INDEX
+    return labels
 
 
 def document_begins(
@@ -167,11 +180,13 @@ class MemoryDocuments:
         tokens: np.ndarray,
         text: TextDocuments,
         seed: int,
+        mask: np.ndarray | None = None,
     ):
         self.tokens = tokens
         self.text = text
         self.starts = text.starts
         self.seed = seed
+        self.mask = mask
         self.predicted = len(tokens) - len(self.starts)
         self.orders = Recent(self.shuffle_documents, 2)
 
@@ -194,9 +209,14 @@ class MemoryDocuments:
         """Tokens of the row, of one document."""
         first = self.place_of(start)
         length = end - start
-        ids = self.tokens[first : first + length]
+        here = slice(first, first + length)
+        ids = self.tokens[here]
         begins = np.zeros(length, dtype=np.int32)
-        return Window(ids, begins)
+        mask = None if self.mask is None else self.mask[here]
+        return Window(ids, begins, mask)
+
+    def has_mask(self, position: int) -> bool:
+        return self.mask is not None
 
     def place_of(self, position: int) -> int:
         """The place in the array of a token of the row."""

@@ -43,6 +43,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: list[int]) -> str: ...
 
+    def show(self, tokens: list[int]) -> str:
+        """The text with special tokens."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes. NUL, which does not occur in text, is the end-of-document token."""
@@ -58,6 +62,16 @@ class ByteTokenizer:
         raw = bytes(token for token in tokens if 0 < token < 256)
         return raw.decode("utf-8", errors="replace")
 
+    def show(self, tokens: list[int]) -> str:
+        return self.decode(tokens)
+
+
+class EncodedText(NamedTuple):
+    """Token ids, and for each the characters of the text from which it was made: first, and behind the last."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, in `folder`. `end_token` names the token that ends a document; empty: that of the files
@@ -65,6 +79,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, engine: Any, folder: Path, end_token: str = ""):
         self.engine = engine
+        self.folder = folder
         ids = engine.get_vocab(with_added_tokens=True).values()
         self.size = max(ids, default=-1) + 1  # ids may leave gaps, so their number may be smaller
         if end_token:
@@ -102,8 +117,17 @@ class HuggingFaceTokenizer:
         encoding = self.engine.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
 
+    def encode_with_offsets(self, text: str) -> EncodedText:
+        encoding = self.engine.encode(text, add_special_tokens=False)
+        ids = np.asarray(encoding.ids, dtype=np.uint32)
+        offsets = np.asarray(encoding.offsets, dtype=np.int64)
+        return EncodedText(ids, offsets.reshape(-1, 2))
+
     def decode(self, tokens: list[int]) -> str:
         return self.engine.decode(tokens)
+
+    def show(self, tokens: list[int]) -> str:
+        return self.engine.decode(tokens, skip_special_tokens=False)
 
 
 END_TOKEN_KEYS = {  # files beside a tokenizer.json, the first that names a token counts
@@ -116,15 +140,7 @@ USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_e
 
 def stated_end_token(path: Path, key: str) -> int | str | None:
     """The id or text of the end token in a JSON file, if the file exists and states one; of a list, the first."""
-    if not path.is_file():
-        return None
-    try:
-        options = json.loads(read_bounded_file(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({str(error)[:100]}); mend it, or set data.end_token") from None
-    stated: Any = None
-    if isinstance(options, dict):
-        stated = options.get(key)
+    stated = read_token_options(path).get(key)
     if isinstance(stated, list) and stated:
         stated = stated[0]
     if isinstance(stated, dict):  # a token with its options
@@ -132,6 +148,17 @@ def stated_end_token(path: Path, key: str) -> int | str | None:
     if isinstance(stated, bool) or not isinstance(stated, int | str):
         return None
     return stated
+
+
+def read_token_options(path: Path) -> dict[str, Any]:
+    """The content of a JSON file beside a tokenizer; nothing where there is no such file or it holds no object."""
+    if not path.is_file():
+        return {}
+    try:
+        options = json.loads(read_bounded_file(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({str(error)[:100]}); mend it, or set data.end_token") from None
+    return options if isinstance(options, dict) else {}
 
 
 def choose_tokenizer(data: DataConfig, vocab: int) -> str:

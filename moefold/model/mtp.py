@@ -53,12 +53,9 @@ def tokens_shifted_by(tokens_BS: Tensor, depth: int, begins_BS: Tensor | None = 
 
 
 def labels_shifted_by(labels_BS: Tensor, depth: int, begins_BS: Tensor | None = None) -> Tensor:
-    """The label `depth` places on, IGNORED where any up to it is missing or belongs to another document."""
-    for _ in range(depth):
-        next_BS = shifted_within(labels_BS, 1, begins_BS, IGNORE_INDEX)
-        missing_BS = labels_BS == IGNORE_INDEX
-        labels_BS = next_BS.masked_fill(missing_BS, IGNORE_INDEX)
-    return labels_BS
+    """The label `depth` places on, IGNORED where it is missing or belongs to another document. Labels before it may be
+    missing: the answer's second token is predicted from the question, though the question has no loss."""
+    return shifted_within(labels_BS, depth, begins_BS, IGNORE_INDEX)
 
 
 def shifted_within(x_BS: Tensor, depth: int, begins_BS: Tensor | None, behind: int) -> Tensor:

@@ -44,12 +44,28 @@ def test_a_document_is_shown_by_its_number_with_control_characters_escaped(
     shown: list[str] = []
     for side in ("train", "held_out"):
         for number in range(90):
-            code, text = say(capsys, "show", tmp_path / "out", "--side", side, "--document", str(number))
+            options = ("--side", side, "--document", str(number), "--count", "1")
+            code, text = say(capsys, "show", tmp_path / "out", *options)
             if code:
                 assert f"has {number} documents; expected 0 to {number - 1}" in text
                 break
-            shown.append(text)
-    assert sorted(shown) == sorted(text.replace("\x1b", "\\x1b") + "\n" for text in texts)
+            head, _, body = text.partition("\n")
+            assert head.startswith(f"document {number}: ")
+            shown.append(body)
+    assert sorted(shown) == sorted(f"[[{text}NUL]]\n\n".replace("\x1b", "\\x1b") for text in texts)
+
+
+def test_samples_are_shown_with_brackets_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join('{"prompt": "two and two: ", "response": "four"}' for _ in range(30)))
+    code, shown = say(capsys, "show", file, "--data.format", "pairs", "--count", "1")
+    assert (code, shown) == (0, "document 0: 18 tokens, 5 trained\ntwo and two: [[fourNUL]]\n\n")
+    say(capsys, "prepare", file, "--out", tmp_path / "out", "--workers", "1", "--data.format", "pairs")
+    assert say(capsys, "show", tmp_path / "out", "--count", "1") == (0, shown)
+    assert say(capsys, "verify", tmp_path / "out")[0] == 0
+    code, shown = say(capsys, "export", tmp_path / "out", "--out", tmp_path / "m")
+    assert code == 2
+    assert "has masks of trained tokens, which Megatron's files do not hold" in shown
 
 
 def test_damage_is_named_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -69,8 +85,10 @@ def test_damage_is_named_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture
         (["prepare", "absent.txt", "--out", "o"], "no file absent.txt"),
         (["prepare", "a.txt", "--out", "o", "--data.tokeniser", "byte"], 'did you mean "data.tokenizer"'),
         (["prepare", "a.txt", "--out", "o", "--workers", "-1"], "--workers -1 is not legal"),
-        (["show", "absent", "--document", "3"], "holds no prepared data"),
+        (["show", "a.txt", "--document", "-1"], "--document -1 is not legal"),
         (["ls", "absent"], "holds no prepared data"),
+        (["show", "absent.jsonl"], "no file absent.jsonl"),
+        (["show", "a.txt", "--count", "0"], "--count 0 is not legal"),
         (["export", "a", "b", "--out", "o"], "takes one folder, found 2"),
         (["prepare", "--out", "o"], "names nothing"),
     ],

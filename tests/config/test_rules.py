@@ -329,6 +329,10 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
             "model.moe.capacity.factor = 1.5",
         ),
     ],
+    "samples are read from files": [
+        ("--data.format=chat", 1, "data.format = chat"),
+        ("--data.format=pairs --data.source=prepared --data.files=a", 1, "data.source = prepared"),
+    ],
     "there are documents to attend within": [("--data.attend=document --data.source=zipf", 1, "data.source = zipf")],
     "documents need all keys": [
         ("--data.attend=document --parallel.cp=2", 2, "parallel.context = ring"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
 from moefold.data.corpus import Corpus, load_corpus, zipf_tokens
-from moefold.data.document_split import split_documents
+from moefold.data.document_split import DocumentTokens, split_documents
 from moefold.data.tokenizer import ByteTokenizer
 
 LINES = [f"line {number:06d} of the text\n" for number in range(60_000)]
@@ -52,9 +52,9 @@ def test_the_wanted_share_is_held_out(text: Path, share: float):
 @settings(deadline=None)
 @given(st.floats(0.01, 0.99), st.lists(st.integers(1, 50), min_size=800, max_size=1000))
 def test_documents_stay_whole_and_their_share_is_held_out_at_any_point(share: float, lengths: list[int]):
-    documents = [np.full(length, number) for number, length in enumerate(lengths)]
+    documents = [DocumentTokens(np.full(length, number)) for number, length in enumerate(lengths)]
     train, held_out = split_documents(documents, share, ByteTokenizer(), sum(lengths))
-    held = {int(document[0]) for document in held_out}
+    held = {int(document.ids[0]) for document in held_out}
     whole = min(share, 1 - share) * sum(lengths) >= 4 * 50
     if whole:
         assert sorted(map(len, [*train, *held_out])) == sorted(lengths)
@@ -66,9 +66,16 @@ def test_documents_stay_whole_and_their_share_is_held_out_at_any_point(share: fl
 
 
 def test_a_cut_that_leaves_nothing_on_one_side_adds_no_empty_document():
-    documents = [np.ones(50), *(np.ones(1) for _ in range(799))]
+    documents = [DocumentTokens(np.ones(50)), *(DocumentTokens(np.ones(1)) for _ in range(799))]
     sides = split_documents(documents, 0.01, ByteTokenizer(), 849)
     assert all(len(document) for side in sides for document in side)
+
+
+def test_a_document_with_a_mask_is_never_cut():
+    long = DocumentTokens(np.ones(50), np.ones(51, dtype=bool))
+    train, held_out = split_documents([long] * 20, 0.1, ByteTokenizer(), 1000)
+    assert {len(document) for document in [*train, *held_out]} == {50}
+    assert len(held_out) == 2
 
 
 def test_a_text_too_long_to_be_held_out_is_cut_at_a_line_end_and_the_others_stay_whole(tmp_path: Path):

@@ -22,7 +22,7 @@ def read(*files: Path | str, text_key: str = "text", skipped: BadEntries | None 
     tokenizer = ByteTokenizer()
     bad = skipped or BadEntries(skips=False, prefix="data.files: ")
     data = DataConfig(source="files", files=tuple(map(str, files)), text_key=text_key)
-    documents = [tokens for entry in source_entries(data) for tokens in entry_documents(entry, tokenizer, bad)]
+    documents = [found.ids for entry in source_entries(data) for found in entry_documents(entry, tokenizer, bad)]
     return [tokenizer.decode(tokens.tolist()) for tokens in documents]
 
 

@@ -71,7 +71,7 @@ def test_every_format_gives_the_same_documents_whole_and_in_pieces(name: str, tm
     assert len(pieces) > 1 or name not in ("x.jsonl", "x.parquet")
     entries = [entry for piece in pieces for entry in read_piece(piece, "text")]
     bad = BadEntries(skips=False)
-    found = [BYTES.decode(ids.tolist()) for entry in entries for ids in entry_documents(entry, BYTES, bad)]
+    found = [BYTES.decode(each.ids.tolist()) for entry in entries for each in entry_documents(entry, BYTES, bad)]
     assert found == TEXTS
 
 

@@ -43,13 +43,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def corpus() -> Corpus:
-    """Documents that fill no bin to its end, some of them empty; test_packed_sequences.py has longer ones."""
+def corpus(has_masks: bool = False) -> Corpus:
+    """Documents that fill no bin to its end, some of them empty; test_packed_sequences.py has longer ones. With masks
+    every second token is trained, and nothing of every third document."""
     chance = np.random.default_rng(4)
     lengths = chance.choice([1, 6, 12, 18], size=300, p=[0.1, 0.5, 0.35, 0.05])
     tokens = chance.integers(0, 256, lengths.sum()).astype(np.uint8)
     starts = np.cumsum([0, *lengths[:-1]])
-    return Corpus(tokens, tokens, starts, starts)
+    if not has_masks:
+        return Corpus(tokens, tokens, starts, starts)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    mask = (chance.random(len(tokens)) < 0.5) & (document % 3 > 0)
+    return Corpus(tokens, tokens, starts, starts, (), mask, mask)
 
 
 def packed(world: int, mtp: int = 0, kind: str = "gqa", over: str = "sequence", **parallel: Any) -> Config:
@@ -68,12 +73,12 @@ def packed(world: int, mtp: int = 0, kind: str = "gqa", over: str = "sequence", 
     return check_config(replace(config, data=data), world)
 
 
-def one_step(world: World, configs: Sequence[Config]) -> list[list[TraceEntry]]:
+def one_step(world: World, configs: Sequence[Config], has_masks: bool = False) -> list[list[TraceEntry]]:
     """Loss, tokens of each expert and gradients of the first step, for each configuration."""
     found: list[list[TraceEntry]] = []
     for config in configs:
         here = create_world(world.rank, world.size, world.device, config.parallel)
-        run = assemble_run(config, here, Path("."), corpus())
+        run = assemble_run(config, here, Path("."), corpus(has_masks))
         report = train_step(run, run.loader.next_batch())
         counts = expert_token_counts(report.loads, "")
         found.append([scalar_entry("loss", report.loss), *counts, *local_gradients(run, "")])
@@ -83,25 +88,28 @@ def one_step(world: World, configs: Sequence[Config]) -> list[list[TraceEntry]]:
 def samples_of(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The tokens and labels of each document of a batch, without padding."""
     assert batch.begins_BS is not None
+    assert batch.filled_B is not None
     found = []
-    for tokens, labels, begins in zip(batch.tokens_BS, batch.labels_BS, batch.begins_BS, strict=True):
-        is_real = labels != IGNORE_INDEX
+    rows = zip(batch.tokens_BS, batch.labels_BS, batch.begins_BS, batch.filled_B, strict=True)
+    for tokens, labels, begins, filled in rows:
+        is_real = torch.arange(SEQ) < filled
         for begin in begins[is_real].unique().tolist():
             is_own = is_real & (begins == begin)
             found.append((tokens[is_own][None], labels[is_own][None]))
     return found
 
 
-def one_by_one(config: Config) -> list[TraceEntry]:
+def one_by_one(config: Config, has_masks: bool = False) -> list[TraceEntry]:
     """The same, from documents that are each a sequence without padding, on one rank."""
     config = single_rank_config(config)
     config = replace(config, train=replace(config.train, micro_batch=1))
-    run = assemble_run(config, single_rank_world(), Path("."), corpus())
+    run = assemble_run(config, single_rank_world(), Path("."), corpus(has_masks))
     batch = run.loader.next_batch()
     assert batch.filled_B is not None
     assert (batch.filled_B < SEQ).any(), "there is padding"
     samples = samples_of(batch)
     assert len(samples) >= 2 * len(batch.tokens_BS)
+    assert has_masks == any((labels == IGNORE_INDEX).all().item() for _, labels in samples)
     model = build_model(run.config, run.world, choose_kernels(run.config, run.world))
     losses = [model(tokens, labels) for tokens, labels in samples]
     counts_1M = torch.stack([model.labelled_token_counts(labels) for _, labels in samples]).sum(0)
@@ -120,16 +128,17 @@ def one_by_one(config: Config) -> list[TraceEntry]:
     return trace
 
 
+@pytest.mark.parametrize("has_masks", [False, True])
 @pytest.mark.parametrize(("over", "mtp"), [("sequence", 0), ("sequence", 2), ("previous_batch", 1)])
-def test_a_packed_step_is_the_step_on_each_document_by_itself(over: str, mtp: int):
+def test_a_packed_step_is_the_step_on_each_document_by_itself(over: str, mtp: int, has_masks: bool):
     config = packed(1, mtp, over=over)
-    (found,) = one_step(single_rank_world(), [config])
-    assert first_mismatch(one_by_one(config), [found], 1e-12) is None
+    (found,) = one_step(single_rank_world(), [config], has_masks)
+    assert first_mismatch(one_by_one(config, has_masks), [found], 1e-12) is None
 
 
-def test_a_packed_step_on_any_layout_is_the_step_on_each_document_by_itself():
+def test_a_packed_step_with_masks_on_any_layout_is_the_step_on_each_document_by_itself():
     configs = {name: packed(RANKS, **settings) for name, settings in LAYOUTS.items()}
-    by_rank = run_ranks(one_step, RANKS, list(configs.values()))
+    by_rank = run_ranks(one_step, RANKS, list(configs.values()), True)
     for number, (name, config) in enumerate(configs.items()):
         traces = [found[number] for found in by_rank]
-        assert first_mismatch(one_by_one(config), traces, 1e-12) is None, name
+        assert first_mismatch(one_by_one(config, True), traces, 1e-12) is None, name
