@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Protocol
@@ -128,6 +129,12 @@ class BatchLoader:
         upload = self.begin_upload(arrays)
         first = self.first_sequence(consumed, count)
         return self.receive_batch(upload, first)
+
+    def of_rank(self, distance: int) -> BatchLoader:
+        """The loader of the dp rank that stands so many ranks on, for its share of a batch."""
+        other = copy(self)
+        other.dp = replace(self.dp, index=(self.dp.index + distance) % self.dp.size)
+        return other
 
     def documents_of(self, numbers: range) -> list[list[DocumentId]]:
         """The documents of some sequences of the global batch, by sequence."""

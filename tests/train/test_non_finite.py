@@ -10,13 +10,14 @@ import torch
 
 from moefold.config.errors import UserError
 from moefold.config.run import MoeConfig
-from moefold.layout.axes import single_rank_world
+from moefold.layout.axes import World, single_rank_world
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
-from moefold.train.non_finite import NonFiniteStep, refuse_non_finite, trace_step
+from moefold.train.non_finite import NonFiniteStep, refuse_non_finite
 from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import take_next_step
-from tests.support.damaged_runs import is_traced, traced_faults
+from moefold.train.step_trace import trace_step
+from tests.support.damaged_runs import damaged_config, damaged_run, is_traced, traced_faults
 from tests.support.ranks import run_ranks
 from tests.train.test_step import everything
 
@@ -85,6 +86,39 @@ def test_a_fault_that_has_passed_is_said_to_have_passed_with_the_ranks_whose_los
     hook.remove()
     with pytest.raises(NonFiniteStep, match=r"run again, the step is finite: a passing fault.*bad on ranks 0"):
         refuse_non_finite(run, report)
+
+
+def spoil_sequence(run: Run, marked: torch.Tensor) -> None:
+    """Wherever these tokens are computed, on any rank, their embedding is no number."""
+
+    def spoil(_: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        has_marked = (inputs[0].view(-1, len(marked)) == marked).all(1).any()
+        return output * torch.nan if has_marked else output
+
+    run.model.embedding.register_forward_hook(spoil)
+
+
+def suspects(world: World, parallel: dict[str, int], faults: list[str]) -> list[str | None]:
+    """What is suspect in runs with these faults; a number: a spoiled sequence of the second step."""
+    found: list[str | None] = []
+    for fault in faults:
+        is_data = fault.isdigit()
+        run = damaged_run(world, damaged_config(parallel, "" if is_data else fault))
+        refuse_non_finite(run, take_next_step(run))
+        if is_data:
+            marked = run.loader.sequences.arrays(run.loader.batch + int(fault)).tokens
+            spoil_sequence(run, torch.from_numpy(marked))
+        with pytest.raises(NonFiniteStep) as stopped:
+            refuse_non_finite(run, take_next_step(run))
+        assert (f"stays on rank {fault.split('rank=')[-1][0]}" in str(stopped.value)) == (not is_data)
+        found.append(stopped.value.record["suspect"])
+    return found
+
+
+def test_run_again_on_other_ranks_a_bad_value_stays_with_its_device_or_moves_with_its_data():
+    faults = ["nan output=experts layer=1 rank=2 step=2", "nan output=attend layer=0 rank=1 step=2", "0", "5"]
+    expected = ["device", "device", "data", "data"]
+    assert run_ranks(suspects, 4, {"ep": 2}, faults, ep=2) == [expected] * 4
 
 
 def test_a_fault_in_what_a_rank_does_not_hold_is_refused():
