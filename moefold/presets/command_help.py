@@ -35,8 +35,8 @@ def help_screen(form: CommandForm[Any]) -> str:
     options = declared_options(form.options)
     meanings = option_meanings(form.options)
     summary = inspect.cleandoc(form.options.__doc__ or "")
-    usage = usage_line(form, options)
-    lines = [usage, "", *wrapped(summary), ""]
+    usage = usage_lines(form, options)
+    lines = [*usage, "", *wrapped(summary), ""]
     for option in sorted(options, key=lambda option: not option.positional):
         meaning = option_meaning(option, meanings)
         lines += option_lines(option_heading(option), meaning)
@@ -48,16 +48,18 @@ def help_screen(form: CommandForm[Any]) -> str:
     return "\n".join(lines)
 
 
-def usage_line(form: CommandForm[Any], options: Sequence[DeclaredOption]) -> str:
+def usage_lines(form: CommandForm[Any], options: Sequence[DeclaredOption]) -> list[str]:
+    """The usage in one line, or in two where one would be wider than a screen."""
     words = ["usage: moefold", form.name]
     for option in options:
         if option.positional:
             name = option_heading(option)
             words.append(name if option.required else f"[{name}]")
-    words.append("[OPTIONS]")
-    if form.config_keys:
-        words.append("[KEY=VALUE ...]")
-    return " ".join(words)
+    first = " ".join(words)
+    rest = "[OPTIONS] [KEY=VALUE ...]" if form.config_keys else "[OPTIONS]"
+    whole = f"{first} {rest}"
+    columns = shutil.get_terminal_size().columns
+    return [whole] if len(whole) <= columns else [first, f"  {rest}"]
 
 
 def option_heading(option: DeclaredOption) -> str:
