@@ -14,6 +14,7 @@ MODULES = (
     *("pytest", "hypothesis", "torch.distributed.checkpoint"),
     "torch.nn.attention.bias",  # with torch's compiler
     *("moefold.train.loop", "moefold.train.parity", "moefold.cli.main", "moefold.cli.train"),
+    *("moefold.layout.process_groups", "moefold.layout.numa", "moefold.watch.hang_watch"),
 )
 
 for name in MODULES:
