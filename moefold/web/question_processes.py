@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from asyncio.subprocess import Process
+from contextlib import suppress
 
 from starlette.requests import Request
 
@@ -25,10 +26,11 @@ ENDING = "moefold web is ending"
 class QuestionProcesses:
     def __init__(self) -> None:
         self.idle: list[Process] = []
+        self.started: list[Process] = []  # those that may be alive
 
     async def ask(self, request: Request, kind: str, raw: JsonObject, seconds: float) -> Reply:
         """The reply to a question, if it comes within its time and before the client leaves."""
-        process = self.idle.pop() if self.idle else await start_process()
+        process = self.idle.pop() if self.idle else await self.start()
         answer = asyncio.create_task(exchange(process, kind, raw))
         disconnect = asyncio.create_task(wait_for_disconnect(request))
         try:
@@ -48,6 +50,12 @@ class QuestionProcesses:
             return 499, {}
         return refuse(503, f"no answer within {seconds:g} s: it was ended; fix more of the layout, or ask for less")
 
+    async def start(self) -> Process:
+        self.started = [process for process in self.started if process.returncode is None]
+        process = await start_process()
+        self.started.append(process)
+        return process
+
     def reply_of(self, process: Process, answer: asyncio.Task[bytes]) -> Reply:
         raw = b"" if answer.exception() else answer.result()
         if not raw:
@@ -59,9 +67,9 @@ class QuestionProcesses:
         return status, body
 
     async def end(self) -> None:
-        for process in self.idle:
-            process.kill()
-            await process.wait()
+        for process in self.started:
+            await end_process(process)
+        self.started.clear()
         self.idle.clear()
 
 
@@ -77,6 +85,17 @@ async def start_process() -> Process:
         start_new_session=True,  # Ctrl-C reaches the server alone, which ends it
         limit=LONGEST_REPLY,
     )
+
+
+async def end_process(process: Process) -> None:
+    """Kill a process and close its pipes, which would complain if the event loop ended before them."""
+    assert process.stdin is not None
+    if process.returncode is None:
+        process.kill()
+    process.stdin.close()
+    await process.wait()
+    with suppress(OSError):  # a question that was being sent
+        await process.stdin.wait_closed()
 
 
 async def exchange(process: Process, kind: str, raw: JsonObject) -> bytes:

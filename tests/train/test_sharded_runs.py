@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.export import export_hf_weights
 from moefold.checkpoint.hf.model_folder import open_model_folder
-from moefold.comm import byte_counters
+from moefold.comm import byte_counters, two_levels
 from moefold.config.run import Config, DataConfig, MemoryConfig, ParallelConfig, ShardConfig, TrainConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.model.steps import PassKey, PassKind, Step
 from moefold.observe.printer import print_nothing
 from moefold.observe.trace import StepTracer, TraceEvent
 from moefold.presets.zoo import PRESETS
-from moefold.shard import publish
 from moefold.train.assemble import assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
 from moefold.train.from_hf import starting_weights
@@ -127,13 +126,13 @@ class SlowSteps:
 
 def traced_step(world: World, config: Config) -> tuple[list[TraceEvent], int]:
     """The spans of a step's steps and gathers, and the bytes that gathers sent."""
-    gather = publish.DIST_ALL_GATHER
+    gather = two_levels.DIST_ALL_GATHER
 
     def begin_slowly(*args: Any, **options: Any) -> SlowWork:
         return SlowWork(gather(*args, **options))
 
     run = assemble_run(config, fold(world, config), Path("."), corpus=random_corpus(config))
-    with mock.patch.object(publish, "DIST_ALL_GATHER", begin_slowly):
+    with mock.patch.object(two_levels, "DIST_ALL_GATHER", begin_slowly):
         take_next_step(run)
         run.executor.spans.start_recording()
         tracer = StepTracer(run.executor.spans)
