@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from moefold.web.planner_questions import Reply
-from moefold.web.question_processes import QuestionProcesses, start_process
+from moefold.web.question_processes import QuestionProcesses
 from tests.support.launched import is_alive, wait_until
 
 LONG = {"model": "deepseek-v3", "gpus": 1024, "gpu": "h100", "search": True}
@@ -30,7 +30,7 @@ async def ask_one(
 ) -> tuple[Reply, int]:
     """The reply, and the number of the process that was asked."""
     if not processes.idle:
-        processes.idle.append(await start_process())
+        processes.idle.append(await processes.start())
     pid = processes.idle[-1].pid
     return await processes.ask(request_until(stays), "answer", question, limit), pid
 
