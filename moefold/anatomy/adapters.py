@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moefold.anatomy.model_totals import model_steps, mtp_steps, train_flops_per_token
-from moefold.anatomy.products import ProductSpec, model_products
-from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.anatomy.products import ProductSpec, model_products, unmatched_pattern
+from moefold.config.errors import UserError
 from moefold.config.lora_targets import LoraTarget, parse_targets
 from moefold.config.run import Config, ParallelConfig
 
@@ -41,7 +41,8 @@ def adapter_specs(config: Config) -> list[AdapterSpec]:
         return []
     products = list(model_products(config.model, config.parallel))
     targets = parse_targets(lora.targets)
-    problems = [unmatched_target(target, products) for target in targets if not matches_some(target, products)]
+    unmatched = [target.pattern for target in targets if not matches_some(target, products)]
+    problems = [unmatched_pattern("lora.targets", pattern, products) for pattern in unmatched]
     if problems:
         raise UserError(*problems)
     experts_here = config.model.moe.experts // config.parallel.ep
@@ -74,13 +75,6 @@ def target_of(product: ProductSpec, targets: list[LoraTarget]) -> LoraTarget | N
 
 def matches_some(target: LoraTarget, products: list[ProductSpec]) -> bool:
     return any(target.matches(product.name) for product in products)
-
-
-def unmatched_target(target: LoraTarget, products: list[ProductSpec]) -> str:
-    names = [product.name for product in products]
-    near = did_you_mean(target.pattern, names)
-    shown = printable_text(target.pattern)
-    return f'lora.targets: no product of the model matches "{shown}"{near}; * stands for any part of a name'
 
 
 def is_grouped(product: ProductSpec) -> bool:

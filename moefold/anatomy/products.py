@@ -129,7 +129,7 @@ def choose_recipes(
                 chosen[i] = ProductRecipe(product, entry.recipe, why)
                 matches = True
         if not matches:
-            problem = unmatched_pattern(entry.pattern, products)
+            problem = unmatched_pattern("precision.recipes", entry.pattern, products)
             problems.append(problem)
     return chosen, problems
 
@@ -147,11 +147,12 @@ def default_recipe(product: ProductSpec, precision: PrecisionConfig, layers: int
     return ProductRecipe(product, precision.recipe, "precision.recipe")
 
 
-def unmatched_pattern(pattern: str, products: list[ProductSpec]) -> str:
+def unmatched_pattern(key: str, pattern: str, products: list[ProductSpec]) -> str:
+    """The problem of a pattern of a configuration key that matches no product."""
     names = [product.name for product in products]
     near = did_you_mean(pattern, names)
     shown = printable_text(pattern)
-    return f'precision.recipes: no product of the model matches "{shown}"{near}; * stands for any part of a name'
+    return f'{key}: no product of the model matches "{shown}"{near}; * stands for any part of a name'
 
 
 def width_problem(chosen: ProductRecipe) -> str | None:

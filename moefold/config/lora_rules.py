@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moefold.config.lora_targets import target_problems
+from moefold.config.entry_lists import problems_of_entries
+from moefold.config.lora_targets import parse_targets
 from moefold.config.rule import ConfigOnRanks, RuleList
 
 RANK = "lora.rank"
@@ -15,7 +16,7 @@ def has_adapters(c: ConfigOnRanks) -> bool:
 
 
 def problems_of_targets(c: ConfigOnRanks) -> str:
-    return target_problems(c.lora.targets)
+    return problems_of_entries(parse_targets, c.lora.targets)
 
 
 @LORA_RULES.rule(

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.entry_lists import parse_each_entry
+from moefold.config.errors import did_you_mean
 from moefold.config.keys import NumberBounds
 
 OPTIONS = {"rank": "a whole number from 1 to 4096", "alpha": "a number above 0"}
@@ -33,16 +34,7 @@ class LoraTarget:
 
 def parse_targets(entries: Iterable[str]) -> list[LoraTarget]:
     """The targets of `lora.targets`, in order; all entries that cannot be read are refused at once."""
-    targets: list[LoraTarget] = []
-    problems: list[str] = []
-    for entry in entries:
-        try:
-            targets.append(parse_target(entry))
-        except ValueError as error:
-            problems.append(f"lora.targets = {printable_text(entry)}: {error}")
-    if problems:
-        raise UserError(*problems)
-    return targets
+    return parse_each_entry("lora.targets", entries, parse_target)
 
 
 def parse_target(entry: str) -> LoraTarget:
@@ -76,12 +68,3 @@ def read_option(values: dict[str, str], name: str, legal: NumberBounds) -> float
     if not legal.contains_number(value):
         raise ValueError(f"expected {name} = {OPTIONS[name]}")
     return value
-
-
-def target_problems(entries: Iterable[str]) -> str:
-    """The problems of the entries as text; empty if all can be read."""
-    try:
-        parse_targets(entries)
-    except UserError as error:
-        return "; ".join(error.problems)
-    return ""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.entry_lists import parse_each_entry, problems_of_entries
+from moefold.config.errors import did_you_mean
 from moefold.config.extensions import read_entry_points
 from moefold.config.open_names import OPTIMIZER_NAMES
 
@@ -36,16 +37,7 @@ class OptimizerGroup:
 
 def parse_groups(entries: Iterable[str]) -> list[OptimizerGroup]:
     """The groups of `optim.groups`, in order; all entries that cannot be read are refused at once."""
-    groups: list[OptimizerGroup] = []
-    problems: list[str] = []
-    for entry in join_split_entries(entries):
-        try:
-            groups.append(parse_group(entry))
-        except ValueError as error:
-            problems.append(f"optim.groups = {printable_text(entry)}: {error}")
-    if problems:
-        raise UserError(*problems)
-    return groups
+    return parse_each_entry("optim.groups", join_split_entries(entries), parse_group)
 
 
 def join_split_entries(entries: Iterable[str]) -> list[str]:
@@ -142,8 +134,4 @@ OPTION_READERS: Mapping[str, Callable[[str], object]] = {
 
 def group_problems(entries: Iterable[str]) -> str:
     """The problems of the entries as text; empty if all can be read."""
-    try:
-        parse_groups(entries)
-    except UserError as error:
-        return "; ".join(error.problems)
-    return ""
+    return problems_of_entries(parse_groups, entries)

@@ -19,7 +19,8 @@ from fnmatch import fnmatchcase
 from math import ceil
 from typing import Literal
 
-from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.entry_lists import parse_each_entry, problems_of_entries
+from moefold.config.errors import did_you_mean
 
 SCALE_BLOCK = 128  # values that share a scale along the contraction; rows of a tile
 MX_BLOCK = 32
@@ -143,16 +144,7 @@ class RecipeEntry:
 
 def parse_recipe_entries(entries: Iterable[str]) -> list[RecipeEntry]:
     """The entries of `precision.recipes`, in order; all that cannot be read are refused at once."""
-    parsed: list[RecipeEntry] = []
-    problems: list[str] = []
-    for entry in entries:
-        try:
-            parsed.append(parse_recipe_entry(entry))
-        except ValueError as error:
-            problems.append(f"precision.recipes = {printable_text(entry)}: {error}")
-    if problems:
-        raise UserError(*problems)
-    return parsed
+    return parse_each_entry("precision.recipes", entries, parse_recipe_entry)
 
 
 def parse_recipe_entry(entry: str) -> RecipeEntry:
@@ -170,8 +162,4 @@ def parse_recipe_entry(entry: str) -> RecipeEntry:
 
 def recipe_entry_problems(entries: Iterable[str]) -> str:
     """The problems of the entries as text; empty if all can be read."""
-    try:
-        parse_recipe_entries(entries)
-    except UserError as error:
-        return "; ".join(error.problems)
-    return ""
+    return problems_of_entries(parse_recipe_entries, entries)

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from moefold.config.bounded_files import read_bounded_file
 from moefold.config.errors import UserError
 from moefold.data.chat import BEGIN, END, Chat
-from moefold.data.tokenizer import read_token_options, stated_end_token
+from moefold.data.tokenizer import read_token_options, stated_token
 
 OPTIONS_NAME, TEMPLATE_NAME = "tokenizer_config.json", "chat_template.jinja"
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -132,16 +132,17 @@ def today(form: str) -> str:
 def load_template(folder: Path) -> ChatTemplate:
     """The template beside a tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json."""
     options_path = folder / OPTIONS_NAME
+    options = read_token_options(options_path)
     tokens: dict[str, str] = {}
     for name in TOKEN_NAMES:
-        token = stated_end_token(options_path, name)
+        token = stated_token(options, name)
         if isinstance(token, str):
             tokens[name] = token
     path = folder / TEMPLATE_NAME
     if path.is_file():
         source = read_bounded_file(path).decode("utf-8", errors="replace")
         return ChatTemplate(source, tokens, str(path))
-    source = stated_template(read_token_options(options_path).get("chat_template"))
+    source = stated_template(options.get("chat_template"))
     if source is None:
         raise UserError(
             f"data.format = chat needs a chat template, but {folder} has no {TEMPLATE_NAME}, and its {OPTIONS_NAME} "

@@ -139,8 +139,13 @@ USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_e
 
 
 def stated_end_token(path: Path, key: str) -> int | str | None:
-    """The id or text of the end token in a JSON file, if the file exists and states one; of a list, the first."""
-    stated = read_token_options(path).get(key)
+    """The id or text of the end token in a JSON file, if the file exists and states one."""
+    return stated_token(read_token_options(path), key)
+
+
+def stated_token(options: dict[str, Any], key: str) -> int | str | None:
+    """The id or text of a special token; of a list, the first."""
+    stated = options.get(key)
     if isinstance(stated, list) and stated:
         stated = stated[0]
     if isinstance(stated, dict):  # a token with its options

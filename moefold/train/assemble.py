@@ -279,9 +279,11 @@ def build_model(
 def add_adapters(model: Transformer, config: Config, world: World, kernels: BoundKernels) -> None:
     """Adapters of this rank's products, initialised by name and seed as weights are; all else is frozen."""
     specs = adapter_specs(config)
+    if not specs:
+        return
     with world.device, default_dtype(DTYPES[config.train.precision]):
         attach_adapters(model, specs, kernels)
-    adapters = [each for each in declared_parameters(model) if specs and each.tensor.requires_grad]
+    adapters = [each for each in declared_parameters(model) if each.tensor.requires_grad]
     fill_parameters(adapters, config.train.seed)
 
 

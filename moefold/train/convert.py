@@ -40,7 +40,7 @@ from moefold.checkpoint.live.logical_tensors import torch_dtype_text
 from moefold.checkpoint.live.saved_model import SavedModel
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import with_values
-from moefold.config.run import Config, LoraConfig, ModelConfig, ParallelConfig
+from moefold.config.run import Config, LoraConfig, ModelConfig
 from moefold.data.tokenizer import STDLIB_ENTRIES, STDLIB_TOKENIZER
 from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
@@ -242,7 +242,7 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     source = WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases)
     if not config.lora.rank:
         return source
-    by_weight = weight_adapters(replace(config, parallel=ParallelConfig()))  # the sizes of all ranks together
+    by_weight = weight_adapters(config)
     merged = MergedWeights(saved.fetch_box, by_weight)
     adapters = SavedAdapters(by_weight, config.lora, saved.fetch_box)
     return replace(source, fetch_box=merged.fetch_box, adapters=adapters)

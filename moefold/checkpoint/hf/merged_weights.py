@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.anatomy.adapters import AdapterSpec, adapter_specs, is_grouped
+from moefold.anatomy.adapters import AdapterSpec, adapters_of_all_ranks, is_grouped
 from moefold.anatomy.products import product_place, product_weights
 from moefold.checkpoint.format.boxes import Box
 from moefold.checkpoint.hf.piece_values import FetchBox
@@ -39,8 +39,8 @@ WeightAdapters = dict[str, WeightAdapter]  # by the name of the weight
 
 
 def weight_adapters(config: Config) -> WeightAdapters:
-    """The adapters of a configured model."""
-    spec_of = {spec.product.name: spec for spec in adapter_specs(config)}
+    """The adapters of a configured model, with the sizes of all ranks together."""
+    spec_of = {spec.product.name: spec for spec in adapters_of_all_ranks(config)}
     adapters: WeightAdapters = {}
     for prefix, weight in product_weights(config.model):
         product = prefix + product_place(weight.name)

@@ -10,9 +10,7 @@ rank x experts). Of two such parameters of a module PEFT nests the wrappers; the
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,13 @@ from moefold.checkpoint.format.boxes import whole_box
 from moefold.checkpoint.hf.merged_weights import WeightAdapter, WeightAdapters
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.piece_values import FetchBox, write_piece_values
-from moefold.checkpoint.hf.write_weights import PlannedTensor, check_output_folder, write_json, write_shard_file
+from moefold.checkpoint.hf.write_weights import (
+    PlannedTensor,
+    move_into_place,
+    staging_folder,
+    write_json,
+    write_shard_file,
+)
 from moefold.config.errors import UserError
 from moefold.config.run import LoraConfig
 
@@ -195,24 +199,9 @@ def is_down(adapter: WeightAdapter) -> bool:
 
 def write_adapter(out: Path, adapter: PeftAdapter, overwrite: bool) -> list[PlannedTensor]:
     """Write both files, under a temporary name until they are complete."""
-    check_output_folder(out, overwrite)
     planned = [PlannedTensor(name, tuple(x.shape), x.dtype) for name, x in adapter.tensors.items()]
-    staging = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        write_tensors(staging / WEIGHTS_FILE, planned, iter(adapter.tensors.items()))
+    with staging_folder(out, planned, overwrite) as staging:
+        write_shard_file(staging / WEIGHTS_FILE, planned, iter(adapter.tensors.items()))
         write_json(staging / CONFIG_FILE, adapter.config())
-        out.mkdir(exist_ok=True)
-        for file in staging.iterdir():
-            os.replace(file, out / file.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        move_into_place(staging, out)
     return planned
-
-
-def write_tensors(path: Path, planned: list[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    with path.open("wb") as file:
-        write_shard_file(file, planned, tensors)
-        file.flush()
-        os.fsync(file.fileno())

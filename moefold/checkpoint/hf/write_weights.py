@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -73,6 +74,19 @@ def write_model_folder(
 ) -> None:
     """Write config.json and the tensors, which come in the order of the plan. `tokenizer` is a folder whose tokenizer
     files are copied."""
+    with staging_folder(out, planned, overwrite) as staging:
+        write_tensor_files(staging, planned, iter(tensors))
+        write_json(staging / "config.json", options)
+        if tokenizer:
+            copy_tokenizer_files(tokenizer, staging)
+        remove_former_weights(out)
+        move_into_place(staging, out)
+
+
+@contextmanager
+def staging_folder(out: Path, planned: list[PlannedTensor], overwrite: bool) -> Iterator[Path]:
+    """A folder beside `out` to write into, on a disk with room for these tensors, until the files are complete and
+    moved into place."""
     check_output_folder(out, overwrite)
     staging = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
@@ -80,11 +94,7 @@ def write_model_folder(
     require_free_space(out.parent, total_bytes(planned) + METADATA_BYTES)
     staging.mkdir()
     try:
-        write_tensor_files(staging, planned, iter(tensors))
-        write_json(staging / "config.json", options)
-        if tokenizer:
-            copy_tokenizer_files(tokenizer, staging)
-        move_into_place(staging, out)
+        yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -111,14 +121,18 @@ def check_output_folder(out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} is not empty; choose another folder, or replace the model in it with --overwrite")
 
 
-def move_into_place(staging: Path, out: Path) -> None:
-    """Give the staging folder its name. In an existing folder, the former weights are replaced and nothing else."""
-    if not out.exists():
-        os.rename(staging, out)
-        return
+def remove_former_weights(out: Path) -> None:
+    """Remove the weights in an existing folder, and nothing else."""
     shards = out.glob("model-*.safetensors")
     for former in (*shards, out / SINGLE_FILE, out / INDEX_FILE):
         former.unlink(missing_ok=True)
+
+
+def move_into_place(staging: Path, out: Path) -> None:
+    """Give the staging folder its name. In an existing folder, files of the same names are replaced."""
+    if not out.exists():
+        os.rename(staging, out)
+        return
     for file in staging.iterdir():
         os.replace(file, out / file.name)
 
@@ -129,10 +143,7 @@ def write_tensor_files(folder: Path, planned: list[PlannedTensor], tensors: Tens
     weight_map: dict[str, str] = {}
     for file_name, shard in zip(names, shards, strict=True):
         weight_map |= {tensor.name: file_name for tensor in shard}
-        with (folder / file_name).open("wb") as file:
-            write_shard_file(file, shard, tensors)
-            file.flush()
-            os.fsync(file.fileno())
+        write_shard_file(folder / file_name, shard, tensors)
     if len(shards) > 1:
         metadata = {"total_size": total_bytes(planned)}
         write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
@@ -156,7 +167,14 @@ def split_into_shards(planned: list[PlannedTensor]) -> list[list[PlannedTensor]]
     return shards
 
 
-def write_shard_file(file: BinaryIO, shard: list[PlannedTensor], tensors: TensorStream) -> None:
+def write_shard_file(path: Path, shard: list[PlannedTensor], tensors: TensorStream) -> None:
+    with path.open("wb") as file:
+        write_shard(file, shard, tensors)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_shard(file: BinaryIO, shard: list[PlannedTensor], tensors: TensorStream) -> None:
     file.write(encode_shard_header(shard))
     for planned in shard:
         name, tensor = next(tensors)
