@@ -18,6 +18,7 @@ from moefold.config.run import ParallelConfig, ShardConfig
 from moefold.layout.agreement import Terms, agree_through_store
 from moefold.layout.axes import World, create_world
 from moefold.layout.environment import Rendezvous, read_environment
+from moefold.layout.gloo import share_device
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -59,6 +60,7 @@ def joined_world(
     store = rendezvous_store(place)
     if terms is not None:
         agree_through_store(terms, store, place.rank, place.size)
+    share_device()
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout, device_id=device_id
     )

@@ -111,10 +111,12 @@ def be_rank(
 
     from moefold.config.run import ParallelConfig
     from moefold.layout.axes import create_world
+    from moefold.layout.gloo import share_device
 
     torch.set_num_threads(1)
     try:
         if size > 1:
+            share_device()
             store = dist.FileStore(str(Path(folder) / "store"), size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
         world = create_world(rank, size, torch.device("cpu"), ParallelConfig(**parallel))

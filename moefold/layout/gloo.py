@@ -1,0 +1,35 @@
+"""Gloo with one network thread for all process groups of a process.
+
+torch gives every group a device of its own, with a thread that wakes a hundred times a second. A run has a dozen
+groups; with several ranks on a few cores these threads take a good part of the time.
+"""
+
+from __future__ import annotations
+
+import datetime
+from functools import cache
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+Gloo = distributed_c10d.ProcessGroupGloo
+
+
+@cache
+def shared_device() -> Gloo.Device:
+    return Gloo.create_default_device()
+
+
+class SharedDeviceGloo(Gloo):
+    """A process group of Gloo on the device that all groups share."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
+        options = Gloo._Options()  # pyright: ignore[reportPrivateUsage]
+        options._devices = [shared_device()]  # pyright: ignore[reportPrivateUsage]
+        options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
+        super().__init__(store, rank, size, options)
+
+
+def share_device() -> None:
+    """Have torch create groups of Gloo on one device from now on; torch itself takes no options for Gloo."""
+    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo

@@ -1,0 +1,32 @@
+"""Process groups of a process share one network thread of Gloo."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moefold.layout.axes import World
+from tests.support.ranks import run_ranks
+
+
+def network_threads() -> int:
+    names = [Path(f"/proc/self/task/{thread}/comm") for thread in os.listdir("/proc/self/task")]
+    return sum(name.read_text().startswith("gloo_tcp") for name in names if name.exists())
+
+
+def groups_and_threads(world: World) -> tuple[float, str, int]:
+    groups = [dist.new_group([0, 1]) for _ in range(5)]
+    values = torch.ones(3)
+    for group in groups:
+        dist.all_reduce(values, group=group)
+    return values[0].item(), dist.get_backend(groups[0]), network_threads()
+
+
+def test_five_more_groups_start_no_network_thread_and_work():
+    for value, backend, threads in run_ranks(groups_and_threads, 2):
+        assert value == 2.0**5
+        assert backend == "gloo"
+        assert threads == 1
