@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -24,9 +25,9 @@ class SharedDeviceGloo(Gloo):
     """A process group of Gloo on the device that all groups share."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
-        options = Gloo._Options()  # pyright: ignore[reportPrivateUsage]
-        options._devices = [shared_device()]  # pyright: ignore[reportPrivateUsage]
-        options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
+        options: Any = Gloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
+        options._devices = [shared_device()]
+        options._timeout = timeout
         super().__init__(store, rank, size, options)
 
 
