@@ -163,11 +163,15 @@ class RecipesOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
-class ErrorsOptions(DeviceOptions):
-    """Compare an MoE layer's output and gradients with fp64, for every precision recipe and for transformers' layer."""
+class FormatsOptions(DeviceOptions):
+    """Compare an MoE layer's output and gradients with fp64, for every precision recipe and for transformers' layer,
+    with the bytes saved for backward and the time of each."""
 
     layer: tuple[str, ...] = ()
     """Only these layers, at real widths on a GPU and scaled down on a CPU."""
+
+    repeat: int = 5
+    """Timed repetitions."""
 
 
 @dataclass(frozen=True)

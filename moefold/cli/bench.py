@@ -31,7 +31,7 @@ SUBJECTS = {
     "attention": BenchSubject(bench_options.AttentionOptions, "attention kernels, and which repeat to the bit"),
     "curves": BenchSubject(bench_options.CurvesOptions, "losses of fast kernels and of references"),
     "recipes": BenchSubject(bench_options.RecipesOptions, "losses of precision recipes beside plain runs"),
-    "errors": BenchSubject(bench_options.ErrorsOptions, "errors of a layer's gradients by precision recipe"),
+    "formats": BenchSubject(bench_options.FormatsOptions, "errors, bytes and time of a layer by precision recipe"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),
     "memory": BenchSubject(bench_options.MemoryOptions, "recompute and offload: step time, bytes, peak"),
     "save": BenchSubject(bench_options.SaveOptions, "checkpoints: bandwidth, delay of a step", takes_config_keys=True),

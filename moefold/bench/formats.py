@@ -1,8 +1,10 @@
-"""`moefold bench errors`: how far an MoE layer's output and gradients are from fp64, for every precision recipe.
+"""`moefold bench formats`: for every precision recipe, how far an MoE layer's output and gradients are from fp64, the
+bytes that it saves for backward, and its time.
 
 All layers have the same bf16 weights, tokens and output gradient, drawn at random; the judge is the layer in fp64 with
 the same numbers. Tokens are those whose choice of experts is clear, so that every layer routes them alike. An error is
-|a - b| / |b| over all entries. T tokens, K experts of a token, D hidden width, F inner width, E experts.
+|a - b| / |b| over all entries. mxfp8 and nvfp4 are emulated on every device: their time is that of the emulation.
+T tokens, K experts of a token, D hidden width, F inner width, E experts.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.api.moe_layer import MoeLayer, layer_recipes
+from moefold.bench.clock import median_seconds
 from moefold.bench.layer import LAYER_SHAPES, BuiltLayer, LayerBuilder, LayerForward, LayerShape, transformers_layer
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
-from moefold.bench.options import ErrorsOptions
+from moefold.bench.options import FormatsOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, report_table, show_report
 from moefold.bench.versions import installed_version
 from moefold.config.errors import all_of
 from moefold.precision.recipes import attach_recipes
 from moefold.train.assemble import choose_kernels
+from moefold.train.step_profile import storage_address
 
 CPU_SHAPES = {  # the same kinds of layers, scaled down
     "olmoe-7b": LayerShape(256, 128, 16, 4, 128),
@@ -32,9 +37,14 @@ CPU_SHAPES = {  # the same kinds of layers, scaled down
     "mixtral-8x7b": LayerShape(128, 512, 8, 2, 128),
 }
 SPARE = 8  # tokens drawn for each that is used
+KIB = 1024
 CLEAR = 0.05  # least distance between the logits of the last expert chosen and the first left out
 RESULTS = ("output", "dx", "dW up", "dW down", "dW router")
-CAPTION = "Relative error against fp64 in percent. bf16: moefold without a recipe. HF bf16: transformers' layer."
+CAPTION = (
+    "Relative error against fp64 in percent; saved: KiB that forward saves for backward, without parameters; "
+    "milliseconds of forward and backward. bf16: moefold without a recipe. HF bf16: transformers' layer. "
+    "mxfp8 and nvfp4 are emulated."
+)
 
 
 class Variant(NamedTuple):
@@ -52,17 +62,36 @@ VARIANTS = {
     "bf16": PLAIN_VARIANT,
     "fp8_block": Variant("fp8_block", AS_IT_IS),
     "fp8_block, powers of two": Variant("fp8_block", POWERS_OF_TWO),
-    "fp8_block, e5m2 gradients": Variant("fp8_block", E5M2_GRADIENTS),
+    "fp8_block, e5m2 dy": Variant("fp8_block", E5M2_GRADIENTS),
     "fp8_tensor": Variant("fp8_tensor", AS_IT_IS),
-    "fp8_tensor, e5m2 gradients": Variant("fp8_tensor", E5M2_GRADIENTS),
+    "fp8_tensor, e5m2 dy": Variant("fp8_tensor", E5M2_GRADIENTS),
     "fp8_row": Variant("fp8_row", AS_IT_IS),
-    "fp8_row, e5m2 gradients": Variant("fp8_row", E5M2_GRADIENTS),
+    "fp8_row, e5m2 dy": Variant("fp8_row", E5M2_GRADIENTS),
     "fp8_hybrid": Variant("fp8_hybrid", AS_IT_IS),
-    "fp8_hybrid, e5m2 gradients": Variant("fp8_hybrid", E5M2_GRADIENTS),
+    "fp8_hybrid, e5m2 dy": Variant("fp8_hybrid", E5M2_GRADIENTS),
+    "mxfp8": Variant("mxfp8", AS_IT_IS),
+    "mxfp8, scales down": Variant("mxfp8", {"scale_rounding": "down"}),
+    "mxfp8, weight squares": Variant("mxfp8", {"weight_blocks": "squares"}),
+    "nvfp4": Variant("nvfp4", AS_IT_IS),
+    "nvfp4, no Hadamard": Variant("nvfp4", {"hadamard": False}),
+    "nvfp4, round to nearest": Variant("nvfp4", {"stochastic": False}),
+    "nvfp4, weight rows": Variant("nvfp4", {"weight_blocks": "rows"}),
 }
 TRANSFORMERS = "HF bf16"
 LayerResults = dict[str, Tensor]  # those named in RESULTS
 ResultErrors = dict[str, float]  # of each
+
+
+class FormatCost(NamedTuple):
+    """What a contender's layer saves for backward in bytes, and the seconds of its forward and backward."""
+
+    saved_bytes: int
+    seconds: float
+
+
+class FormatFigures(NamedTuple):
+    errors: ResultErrors
+    cost: FormatCost
 
 
 class LayerNumbers(NamedTuple):
@@ -75,12 +104,12 @@ class LayerNumbers(NamedTuple):
     dy_TD: Tensor
 
 
-def run_benchmark(options: ErrorsOptions) -> int:
-    report = errors_report(options)
-    return show_report(report, options.json, print_errors_report)
+def run_benchmark(options: FormatsOptions) -> int:
+    report = formats_report(options)
+    return show_report(report, options.json, print_formats_report)
 
 
-def errors_report(options: ErrorsOptions) -> Report:
+def formats_report(options: FormatsOptions) -> Report:
     device = resolve_device(options.device)
     shapes = LAYER_SHAPES if device == "cuda" else CPU_SHAPES
     names = all_of("layer", options.layer, shapes)
@@ -88,26 +117,31 @@ def errors_report(options: ErrorsOptions) -> Report:
     for name in names or CPU_SHAPES:
         shape = shapes[name]
         row: Row = {"layer": name, **asdict(shape)}
-        row["errors"] = layer_errors(shape, device)
+        figures = layer_figures(shape, device, options.repeat)
+        row["errors"] = {recipe: found.errors for recipe, found in figures.items()}
+        row["saved_bytes"] = {recipe: found.cost.saved_bytes for recipe, found in figures.items()}
+        row["seconds"] = {recipe: found.cost.seconds for recipe, found in figures.items()}
         results.append(row)
     return machine_facts(device) | {"results": results}
 
 
-def layer_errors(shape: LayerShape, device: str) -> dict[str, ResultErrors]:
-    """The error of each result of each contender."""
+def layer_figures(shape: LayerShape, device: str, repeat: int = 1) -> dict[str, FormatFigures]:
+    """Errors and costs of each contender."""
     numbers = draw_numbers(shape, device)
-    build_exact = partial(moefold_contender, shape, PLAIN_VARIANT, device, torch.float64)
-    judge = results_of(build_exact, numbers)
-    contenders = error_contenders(shape, device)
-    errors: dict[str, ResultErrors] = {}
-    for name, build in contenders.items():
-        results = results_of(build, numbers)
-        errors[name] = relative_errors(results, judge)
+    exact = moefold_contender(shape, PLAIN_VARIANT, device, torch.float64)
+    judge = results_of(exact, numbers)
+    figures: dict[str, FormatFigures] = {}
+    for name, build in format_contenders(shape, device).items():
+        layer = build()
+        results = results_of(layer, numbers)
+        errors = relative_errors(results, judge)
+        cost = cost_of(layer, numbers, device, repeat)
+        figures[name] = FormatFigures(errors, cost)
         free_device_memory(device)
-    return errors
+    return figures
 
 
-def error_contenders(shape: LayerShape, device: str) -> dict[str, LayerBuilder]:
+def format_contenders(shape: LayerShape, device: str) -> dict[str, LayerBuilder]:
     dtype = torch.bfloat16
     contenders: dict[str, LayerBuilder] = {}
     for name, variant in VARIANTS.items():
@@ -169,8 +203,8 @@ def moefold_contender(shape: LayerShape, variant: Variant, device: str, dtype: t
     return forward_alone, module
 
 
-def results_of(build: LayerBuilder, numbers: LayerNumbers) -> LayerResults:
-    forward, module = build()
+def results_of(layer: BuiltLayer, numbers: LayerNumbers) -> LayerResults:
+    forward, module = layer
     router = weight_named(module, "router.weight", "gate.weight")
     up = weight_named(module, "gate_up", "gate_up_proj")
     down = weight_named(module, "down", "down_proj")
@@ -188,6 +222,34 @@ def results_of(build: LayerBuilder, numbers: LayerNumbers) -> LayerResults:
         "dW router": router.grad,
     }
     return {name: as_tensor(value) for name, value in found.items()}
+
+
+def cost_of(layer: BuiltLayer, numbers: LayerNumbers, device: str, repeat: int) -> FormatCost:
+    forward, module = layer
+    x_TD = numbers.x_TD.clone().requires_grad_()
+    saved = bytes_saved(layer, x_TD)
+    run = partial(run_backward, forward, x_TD, numbers.dy_TD)
+    seconds = median_seconds(run, device, repeat)
+    module.zero_grad()
+    return FormatCost(saved, seconds)
+
+
+def bytes_saved(layer: BuiltLayer, x_TD: Tensor) -> int:
+    """Bytes of what forward saves for backward, each storage once, without parameters."""
+    forward, module = layer
+    storages: dict[int, int] = {}
+
+    def count(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with saved_tensors_hooks(count, lambda saved: saved):
+        output_TD = forward(x_TD)  # keeps what is saved, so that no storage is counted for another at its address
+    for parameter in module.parameters():
+        storages.pop(storage_address(parameter), None)
+    del output_TD
+    return sum(storages.values())
 
 
 def weight_named(module: nn.Module, *ends: str) -> Tensor:
@@ -228,16 +290,18 @@ def relative_error(found: Tensor, judge: Tensor) -> float:
     return error.item()
 
 
-def print_errors_report(report: Report) -> None:
+def print_formats_report(report: Report) -> None:
     heading = report_heading(report)
     table = report_table(heading, caption=CAPTION, box=SIMPLE_HEAD)
-    table.add_column("layer", no_wrap=True)
+    table.padding = 0, 1, 0, 0  # eight columns in a terminal of 80
     table.add_column("recipe", no_wrap=True)
-    add_number_columns(table, *RESULTS)
+    add_number_columns(table, *RESULTS, "saved", "ms")
     for row in report["results"]:
-        layer = row["layer"]
+        table.add_row(f"[bold]{row['layer']}")
         for name, errors in row["errors"].items():
             cells = [f"{100 * errors[key]:.2f}" for key in RESULTS]
-            table.add_row(layer, name, *cells)
+            saved = f"{row['saved_bytes'][name] / KIB:,.0f}"
+            time = f"{1000 * row['seconds'][name]:.3g}"
+            table.add_row(name, *cells, saved, time)
         table.add_section()
     Console().print(table)
