@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from math import log
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -28,6 +30,7 @@ from moefold.model.steps import Region
 from tests.support.models import share
 from tests.support.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 FACTS = Facts("cpu", "fp64")
 BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 SEQUENCES, LENGTH, WIDTH = 2, 32, 6
@@ -238,3 +241,27 @@ def test_within_documents_a_ring_computes_exactly_the_blocks_in_which_some_query
         assert met == {(q // size, k // size) for _, q, k in seen.nonzero().tolist()}, seed
         skipped += ranks * (2 * ranks + 1) - len(met)
     assert skipped or ranks == 1, "some blocks are skipped"
+
+
+def log_normal_begins(length: int, mean: int) -> torch.Tensor:
+    lengths = torch.exp(log(mean) - 0.5 + torch.randn(length, generator=torch.Generator().manual_seed(0))).ceil().long()
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
+    starts = starts[starts < length]
+    return torch.zeros(1, length, dtype=torch.long).index_fill(1, starts, 1).mul(torch.arange(length)).cummax(1).values
+
+
+@pytest.mark.parametrize("mean", ["700", "8,192", "32,768", "one document"])
+def test_the_busiest_rank_computes_as_many_pairs_of_chunks_as_the_page_says(mean: str):
+    length = 131_072
+    begins_BS = None if mean == "one document" else log_normal_begins(length, int(mean.replace(",", "")))
+    busiest: list[int] = []
+    for ranks in (2, 4, 8, 16):
+        pairs: list[int] = []
+        for mine in range(ranks):
+            cp = Axis("cp", tuple(range(ranks)), mine)
+            setting = RingSetting(1.0, 0, cp, BINDINGS["reference"])
+            q, begins_Bs = torch.empty(1, length // ranks), begins_from_chunks(begins_BS, cp)
+            pairs.append(sum(len(list(blocks_seen(q, begins_Bs, theirs, setting))) for theirs in range(ranks)))
+        busiest.append(max(pairs))
+    row = " | ".join([mean, *map(str, busiest)])
+    assert f"| {row} |" in (ROOT / "docs" / "long_context.md").read_text()
