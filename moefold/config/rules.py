@@ -280,18 +280,6 @@ def packed_documents_are_routed_alone(c: ConfigOnRanks) -> bool:
 
 
 @CROSS_FIELD_RULES.rule(
-    "documents need all keys",
-    ("data.attend", "parallel.cp", "parallel.context"),
-    why="ring attention has no document boundaries for the key blocks of other ranks",
-    fix="set parallel.context to all_gather",
-)
-def documents_need_all_keys(c: ConfigOnRanks) -> bool:
-    if c.data.attend == "sequence" or c.parallel.cp == 1:
-        return True
-    return c.parallel.context not in ("ring", "hierarchical")
-
-
-@CROSS_FIELD_RULES.rule(
     "bytes fit the vocabulary",
     ("data.tokenizer", "model.vocab"),
     says="<model.vocab> cannot hold the 256 tokens of data.tokenizer = byte",

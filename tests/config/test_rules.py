@@ -334,10 +334,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--data.format=pairs --data.source=prepared --data.files=a", 1, "data.source = prepared"),
     ],
     "there are documents to attend within": [("--data.attend=document --data.source=zipf", 1, "data.source = zipf")],
-    "documents need all keys": [
-        ("--data.attend=document --parallel.cp=2", 2, "parallel.context = ring"),
-        ("--data.attend=document --parallel.cp=2 --parallel.context=hierarchical", 2, "data.attend = document"),
-    ],
     "bytes fit the vocabulary": [("--model.vocab=255", 1, "model.vocab = 255")],
     "dense grid fits the world": [("--parallel.tp=3 --parallel.pp=2", 8, "parallel.tp x cp x pp = 6")],
     "expert grid fits the world": [("--parallel.ep=3", 8, "parallel.etp x ep x pp = 3")],

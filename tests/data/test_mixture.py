@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from moefold.config.errors import UserError
 from moefold.config.mixture_weights import parse_weights
-from moefold.data.mixture import LONGEST_PERIOD, Mixture, slots_of
+from moefold.data import mixture as mixture_module
+from moefold.data.mixture import Mixture
 
 
 def walk(mixture: Mixture, count: int, sources: int) -> list[list[int]]:
@@ -48,16 +49,54 @@ def test_a_change_of_weights_at_a_step_is_exact_on_both_sides():
     assert [unchanged.place(n) for n in range(40)] == [mixture.place(n) for n in range(40)]
 
 
-def test_weights_of_many_decimals_are_rounded_to_a_period_and_none_vanishes():
-    weights = parse_weights(["0.333333333333/0.666666666667/0.0000000001"], 3)[0].weights
-    slots = slots_of(weights)
-    assert sum(slots) == LONGEST_PERIOD
-    assert slots[2] == 1
-    assert all(
-        abs(slot / LONGEST_PERIOD - weight) < 2 / LONGEST_PERIOD for slot, weight in zip(slots, weights, strict=True)
-    )
-    counts = Mixture(parse_weights(["0.1234567/0.8765433"], 2), 1).counts(10**12)
-    assert sum(counts) == 10**12
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture_module, "BLOCK", 64)
+
+
+LONG_PERIODS = [
+    "0.123457/0.765432/0.111111",
+    "0.333333333333/0.666666666667/0.0000000001",
+    "31415926/2718281/1618033/1/577215",
+    "0.999999/0.000001",
+]
+
+
+@pytest.mark.parametrize("weights", LONG_PERIODS)
+def test_weights_of_any_denominator_are_exact_to_within_one_in_every_block(weights: str, short_blocks: None):
+    sources = weights.count("/") + 1
+    phases = parse_weights([weights], sources)
+    mixture = Mixture(phases, 1)
+    assert mixture.phases[0].period > 65_536
+    for number, counts in enumerate(walk(mixture, 500, sources)):
+        assert mixture.counts(number) == counts
+        for count, weight in zip(counts, phases[0].weights, strict=True):
+            assert abs(count - number * weight) < 1
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    texts = ["5/3/7/1/29", "10:3/0/14/15/92"]
+    phases = parse_weights(texts, 5)
+    in_one = [Mixture(phases, 20).place(number) for number in range(300)]
+    monkeypatch.setattr(mixture_module, "BLOCK", 16)
+    blocks = Mixture(phases, 20)
+    assert [blocks.place(number) for number in range(300)] == in_one
+
+
+def test_a_walk_that_begins_anywhere_equals_the_walk_from_the_beginning(short_blocks: None):
+    """As after a resume; blocks that were forgotten are walked once more."""
+    phases = parse_weights(["0.123457/0.765432/0.111111", "70:0.1111111/0.2222222/0.6666667"], 3)
+    whole = Mixture(phases, batch=8)
+    in_order = [whole.place(number) for number in range(1200)]
+    for number in (1199, 3, 560, 559, 64, 1130):
+        assert Mixture(phases, batch=8).place(number) == in_order[number]
+        assert whole.place(number) == in_order[number]
+
+
+def test_whole_periods_are_not_walked():
+    mixture = Mixture(parse_weights(["0.1234567/0.8765433"], 2), 1)
+    assert mixture.counts(10**12) == [123_456_700_000, 876_543_300_000]
+    assert len(mixture.phases[0].given) <= 2
 
 
 @pytest.mark.parametrize(

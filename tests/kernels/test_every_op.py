@@ -383,9 +383,9 @@ def softmax(row: list[float]) -> list[float]:
     return [p / math.fsum(powers) for p in powers]
 
 
-def seen_keys(s: int, keys: int, ahead: int, window: int) -> list[int]:
-    """Those not behind query s, which stands at `ahead` + s, and with a window the nearest of them."""
-    return [t for t in range(keys) if t <= s + ahead and (not window or s + ahead - t < window)]
+def seen_keys(s: int, keys: int, ahead: int, window: int, first: int = 0) -> list[int]:
+    """Those not behind query s, which stands at `ahead` + s, with a window the nearest of them, from `first` on."""
+    return [t for t in range(first, keys) if t <= s + ahead and (not window or s + ahead - t < window)]
 
 
 def plain_attention(q, k, v, scale=None, window=0, sink=None, begins=None):
@@ -395,8 +395,8 @@ def plain_attention(q, k, v, scale=None, window=0, sink=None, begins=None):
     for b, (qs, ks, vs) in enumerate(zip(q, k, v, strict=True)):
         out.append([])
         for s, row in enumerate(qs):
-            seen = seen_keys(s, len(ks), len(ks) - len(qs), window)  # the queries are the last positions
-            seen = [t for t in seen if begins is None or t >= begins[b][s]]
+            ahead = len(ks) - len(qs)  # the queries are the last positions
+            seen = seen_keys(s, len(ks), ahead, window, begins[b][s] if begins else 0)
             out[-1].append([])
             for h, head in enumerate(row):
                 g = h // (heads // groups)
@@ -406,14 +406,14 @@ def plain_attention(q, k, v, scale=None, window=0, sink=None, begins=None):
     return out
 
 
-def plain_attention_block(q, k, v, scale, ahead, window):
+def plain_attention_block(q, k, v, scale, ahead, window, begins=None):
     heads, groups, value_width = len(q[0][0]), len(k[0][0]), len(v[0][0][0])
     out, lse = [], []
-    for qs, ks, vs in zip(q, k, v, strict=True):
+    for b, (qs, ks, vs) in enumerate(zip(q, k, v, strict=True)):
         out.append([])
         lse.append([[] for _ in range(heads)])
         for s, row in enumerate(qs):
-            seen = seen_keys(s, len(ks), ahead, window)
+            seen = seen_keys(s, len(ks), ahead, window, begins[b][s] if begins else 0)
             out[-1].append([])
             for h, head in enumerate(row):
                 g = h // (heads // groups)
@@ -424,14 +424,14 @@ def plain_attention_block(q, k, v, scale, ahead, window):
     return out, lse
 
 
-def plain_attention_block_backward(dy, q, k, v, lse, delta, scale, ahead, window):
+def plain_attention_block_backward(dy, q, k, v, lse, delta, scale, ahead, window, begins=None):
     heads, groups = len(q[0][0]), len(k[0][0])
     dq, dk, dv = (torch.zeros(len(x), len(x[0]), len(x[0][0]), len(x[0][0][0])).tolist() for x in (q, k, v))
     for b, (qs, ks, vs) in enumerate(zip(q, k, v, strict=True)):
         for s, row in enumerate(qs):
             for h, head in enumerate(row):
                 g = h // (heads // groups)
-                for t in seen_keys(s, len(ks), ahead, window):
+                for t in seen_keys(s, len(ks), ahead, window, begins[b][s] if begins else 0):
                     p = math.exp(dot(head, ks[t][g]) * scale - lse[b][h][s])
                     ds = p * (dot(dy[b][s][h], vs[t][g]) - delta[b][h][s]) * scale
                     for d in range(len(head)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from math import log
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,10 +16,13 @@ from moefold.kernels.attention.attention import attention
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.facts import Facts
-from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.layout.axes import Axis, World, create_world, single_rank_world
 from moefold.model.attention.context_parallel import (
     CONTEXT_MECHANISMS,
     ContextMechanism,
+    RingSetting,
+    begins_from_chunks,
+    blocks_seen,
     causal_chunk_pairs,
     choose_context_mechanism,
 )
@@ -25,6 +30,7 @@ from moefold.model.steps import Region
 from tests.support.models import share
 from tests.support.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 FACTS = Facts("cpu", "fp64")
 BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 SEQUENCES, LENGTH, WIDTH = 2, 32, 6
@@ -33,13 +39,14 @@ NAMES = ("result", "gradient of q", "gradient of k", "gradient of v", "gradient 
 
 
 class Form(NamedTuple):
-    """Query heads, key and value heads, width of a value, window, sinks, and the factor on scores."""
+    """Query heads, key and value heads, width of a value, window, sinks, documents, and the factor on scores."""
 
     heads: int = 8
     kv_heads: int = 4
     value_width: int = WIDTH
     window: int = 0
     sinks: bool = False
+    documents: bool = False
     scale: float = WIDTH**-0.5
 
 
@@ -55,7 +62,23 @@ FORMS = {
     "very long window": Form(window=27, sinks=True, value_width=8),
     "sinks": Form(sinks=True),
     "sinks, narrow values": Form(kv_heads=8, value_width=4, sinks=True),
+    "documents": Form(documents=True),
+    "documents, full, narrow values": Form(documents=True, kv_heads=8, value_width=4),
+    "documents, window": Form(documents=True, window=5),
+    "documents, sinks": Form(documents=True, sinks=True),
+    "documents, long window, sinks": Form(documents=True, window=11, sinks=True, value_width=4),
 }
+# Borders at the begin, the middle and the end of chunks; documents of one token, of a chunk, and over several chunks.
+DOCUMENT_STARTS = [[0, 1, 4, 12, 13, 14, 30, 31], [0, 16, 17, 24]]
+
+
+def document_begins(form: Form) -> torch.Tensor | None:
+    if not form.documents:
+        return None
+    is_start = torch.zeros(SEQUENCES, LENGTH, dtype=torch.long)
+    for sequence, starts in enumerate(DOCUMENT_STARTS):
+        is_start[sequence, starts] = 1
+    return (is_start * torch.arange(LENGTH)).cummax(1).values
 
 
 def inputs(form: Form) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
@@ -78,7 +101,7 @@ def outcome(
     """Result and gradients, the sinks' last."""
     leaves = [x.clone().requires_grad_() for x in (*qkv, *(() if sinks is None else (sinks,)))]
     q, k, v, *sink = leaves
-    y_BShV = context.attend(q, k, v, form.scale, form.window, sink[0] if sink else None, None)
+    y_BShV = context.attend(q, k, v, form.scale, form.window, sink[0] if sink else None, document_begins(form))
     joined = context.heads_joiner(Region("swap"))(y_BShV)
     y = joined.view_as(dy)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -133,7 +156,7 @@ def test_a_mechanism_equals_whole_attention_forward_and_backward(size: int, mech
 @pytest.mark.parametrize("form", FORMS)
 def test_alone_nothing_is_met_and_the_kernel_is_called(form: str, mechanism: str):
     (q, k, v), _, sinks = inputs(FORMS[form])
-    settings = (FORMS[form].scale, FORMS[form].window, sinks, None)
+    settings = (FORMS[form].scale, FORMS[form].window, sinks, document_begins(FORMS[form]))
     alone = choose_context_mechanism(mechanism, BINDINGS["reference"], single_rank_world())
     assert torch.equal(alone.attend(q, k, v, *settings), attention.reference(q, k, v, *settings))
 
@@ -189,3 +212,56 @@ def repeats(world: World) -> dict[str, bool]:
 
 def test_two_passes_of_any_mechanism_agree_to_the_bit():
     assert run_ranks(repeats, 2) == [dict.fromkeys(CONTEXT_MECHANISMS, True)] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("window", [0, 1, 3, 8])
+def test_within_documents_a_ring_computes_exactly_the_blocks_in_which_some_query_sees_some_key(ranks: int, window: int):
+    size, skipped = 3, 0
+    length = 2 * ranks * size
+    chunks = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
+    for seed in range(20):
+        is_start = torch.rand(SEQUENCES, length, generator=torch.Generator().manual_seed(seed)) < 0.2
+        begins_BS = (is_start * torch.arange(length)).cummax(1).values
+        met = set()
+        for mine in range(ranks):
+            cp = Axis("cp", tuple(range(ranks)), mine)
+            begins_Bs = begins_from_chunks(begins_BS, cp)
+            for theirs in range(ranks):
+                setting = RingSetting(1.0, window, cp, BINDINGS["reference"])
+                for queries, keys, _, begins in blocks_seen(torch.empty(1, 2 * size), begins_Bs, theirs, setting):
+                    query, key = chunks[mine][queries.start // size], chunks[theirs][keys.start // size]
+                    met.add((query, key))
+                    expected = begins_BS[:, query * size : (query + 1) * size] - key * size
+                    assert begins is not None
+                    assert torch.equal(begins, expected.clamp(min=0))
+        visible = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (visible >= 0) & (torch.arange(length) >= begins_BS[..., None])
+        seen = seen & (visible < window) if window else seen
+        assert met == {(q // size, k // size) for _, q, k in seen.nonzero().tolist()}, seed
+        skipped += ranks * (2 * ranks + 1) - len(met)
+    assert skipped or ranks == 1, "some blocks are skipped"
+
+
+def log_normal_begins(length: int, mean: int) -> torch.Tensor:
+    lengths = torch.exp(log(mean) - 0.5 + torch.randn(length, generator=torch.Generator().manual_seed(0))).ceil().long()
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
+    starts = starts[starts < length]
+    return torch.zeros(1, length, dtype=torch.long).index_fill(1, starts, 1).mul(torch.arange(length)).cummax(1).values
+
+
+@pytest.mark.parametrize("mean", ["700", "8,192", "32,768", "one document"])
+def test_the_busiest_rank_computes_as_many_pairs_of_chunks_as_the_page_says(mean: str):
+    length = 131_072
+    begins_BS = None if mean == "one document" else log_normal_begins(length, int(mean.replace(",", "")))
+    busiest: list[int] = []
+    for ranks in (2, 4, 8, 16):
+        pairs: list[int] = []
+        for mine in range(ranks):
+            cp = Axis("cp", tuple(range(ranks)), mine)
+            setting = RingSetting(1.0, 0, cp, BINDINGS["reference"])
+            q, begins_Bs = torch.empty(1, length // ranks), begins_from_chunks(begins_BS, cp)
+            pairs.append(sum(len(list(blocks_seen(q, begins_Bs, theirs, setting))) for theirs in range(ranks)))
+        busiest.append(max(pairs))
+    row = " | ".join([mean, *map(str, busiest)])
+    assert f"| {row} |" in (ROOT / "docs" / "long_context.md").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from moefold.data.corpus import Corpus
 from moefold.data.loader import Batch
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
+from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run, build_model, choose_kernels
 from moefold.train.parity import (
@@ -32,20 +35,29 @@ from moefold.train.step import train_step
 from tests.support.models import with_moe_keys
 from tests.support.ranks import run_ranks
 
-SEQ = 24
-RANKS = 4
+SEQ = 32
+RANKS = 8
+COMBINATIONS = 40
 LATENT = AttentionConfig(kind="mla", heads=4, kv_heads=4, rope_dim=4, q_rank=12, kv_rank=16, value_dim=6)
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "all_gather over cp, experts over all ranks": {"cp": 2, "context": "all_gather", "ep": 4},
-    "all_to_all over cp, heads over tp": {"cp": 2, "context": "all_to_all", "tp": 2},
-    "a pipeline that looks ahead": {"pp": 2, "mtp": 2},
-    "latent attention over cp and a pipeline": {"pp": 2, "cp": 2, "context": "all_gather", "kind": "mla"},
-}
+DEGREES = [  # pp, cp, tp, ep
+    (1, 2, 1, 1),
+    (1, 2, 1, 8),
+    (1, 2, 2, 1),
+    (1, 4, 1, 1),
+    (1, 4, 1, 8),
+    (1, 4, 2, 1),
+    (1, 8, 1, 1),
+    (2, 2, 1, 1),
+    (2, 2, 2, 4),
+    (2, 4, 1, 1),
+]
+FORMS: list[dict[str, Any]] = [{}, {"window": 5}, {"sinks": True}, {"window": 7, "sinks": True}, {"kind": "mla"}]
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb_h1")
 
 
 def corpus(has_masks: bool = False) -> Corpus:
     """Documents that fill no bin to its end, some of them empty; test_packed_sequences.py has longer ones. With masks
-    every second token is trained, and nothing of every third document."""
+    every second token is trained, and nothing of every second document."""
     chance = np.random.default_rng(4)
     lengths = chance.choice([1, 6, 12, 18], size=300, p=[0.1, 0.5, 0.35, 0.05])
     tokens = chance.integers(0, 256, lengths.sum()).astype(np.uint8)
@@ -53,35 +65,71 @@ def corpus(has_masks: bool = False) -> Corpus:
     if not has_masks:
         return Corpus(tokens, tokens, starts, starts)
     document = np.repeat(np.arange(len(lengths)), lengths)
-    mask = (chance.random(len(tokens)) < 0.5) & (document % 3 > 0)
+    mask = (chance.random(len(tokens)) < 0.5) & (document % 2 > 0)
     return Corpus(tokens, tokens, starts, starts, (), mask, mask)
 
 
-def packed(world: int, mtp: int = 0, kind: str = "gqa", over: str = "sequence", **parallel: Any) -> Config:
+def packed(
+    world: int,
+    form: dict[str, Any] | None = None,
+    mtp: int = 0,
+    over: str = "sequence",
+    packing: str = "best_fit",
+    schedule: str = "1f1b",
+    **parallel: Any,
+) -> Config:
     """A small model with balance losses of every kind."""
     config = PRESETS["tiny"]()
     moe = with_moe_keys(config.model.moe, aux_loss=0.5, z_loss=0.2, aux_over=over)
-    attention = LATENT if kind == "mla" else config.model.attention
+    form = form or {}
+    attention = LATENT if form.get("kind") == "mla" else replace(config.model.attention, **form)
     config = replace(
         config,
         model=replace(config.model, moe=moe, mtp=mtp, attention=attention),
         parallel=ParallelConfig(**parallel),
+        pipeline=replace(config.pipeline, schedule=schedule, vpp=2 if schedule == "interleaved" else 1),
         train=replace(config.train, precision="fp64"),
     )
     config = shrink_config(config, world)
-    data = replace(config.data, seq_len=SEQ, attend="document", packing="best_fit")
-    return check_config(replace(config, data=data), world)
+    attention = replace(config.model.attention, window=form.get("window", 0))
+    data = replace(config.data, seq_len=SEQ, attend="document", packing=packing)
+    return check_config(replace(config, model=replace(config.model, attention=attention), data=data), world)
+
+
+def combinations() -> list[Config]:
+    """Every context mechanism on every degree, with all else drawn at random."""
+    chance = random.Random(7)
+    found: list[Config] = []
+    for (pp, cp, tp, ep), context in itertools.product(DEGREES, CONTEXT_MECHANISMS):
+        config = packed(
+            RANKS,
+            chance.choice(FORMS),
+            mtp=chance.choice([0, 0, 0, 1, 2]),
+            over=chance.choice(["sequence", "sequence", "previous_batch"]),
+            packing=chance.choice(["first_fit", "best_fit"]),
+            schedule=chance.choice(SCHEDULES) if pp > 1 else "1f1b",
+            pp=pp,
+            cp=cp,
+            tp=tp,
+            context=context,
+            ep=ep,
+        )
+        fewest = pp * RANKS // (pp * cp * tp)  # a microbatch for each stage
+        found.append(check_config(replace(config, train=replace(config.train, global_batch=fewest)), RANKS))
+    return found
 
 
 def one_step(world: World, configs: Sequence[Config], has_masks: bool = False) -> list[list[TraceEntry]]:
-    """Loss, tokens of each expert and gradients of the first step, for each configuration."""
+    """Loss, tokens of each expert and gradients of the first step, for each configuration. Ranks 0-3 and 4-7 are taken
+    for two nodes."""
     found: list[list[TraceEntry]] = []
-    for config in configs:
-        here = create_world(world.rank, world.size, world.device, config.parallel)
-        run = assemble_run(config, here, Path("."), corpus(has_masks))
-        report = train_step(run, run.loader.next_batch())
-        counts = expert_token_counts(report.loads, "")
-        found.append([scalar_entry("loss", report.loss), *counts, *local_gradients(run, "")])
+    for degrees, some in itertools.groupby(configs, lambda each: replace(each.parallel, context="ring")):
+        here = create_world(world.rank, world.size, world.device, degrees, node_size=4)
+        for config in some:
+            run = assemble_run(config, here, Path("."), corpus(has_masks))
+            report = train_step(run, run.loader.next_batch())
+            counts = expert_token_counts(report.loads, "")
+            found.append([scalar_entry("loss", report.loss), *counts, *local_gradients(run, "")])
     return found
 
 
@@ -104,12 +152,7 @@ def one_by_one(config: Config, has_masks: bool = False) -> list[TraceEntry]:
     config = single_rank_config(config)
     config = replace(config, train=replace(config.train, micro_batch=1))
     run = assemble_run(config, single_rank_world(), Path("."), corpus(has_masks))
-    batch = run.loader.next_batch()
-    assert batch.filled_B is not None
-    assert (batch.filled_B < SEQ).any(), "there is padding"
-    samples = samples_of(batch)
-    assert len(samples) >= 2 * len(batch.tokens_BS)
-    assert has_masks == any((labels == IGNORE_INDEX).all().item() for _, labels in samples)
+    samples = samples_of(run.loader.next_batch())
     model = build_model(run.config, run.world, choose_kernels(run.config, run.world))
     losses = [model(tokens, labels) for tokens, labels in samples]
     counts_1M = torch.stack([model.labelled_token_counts(labels) for _, labels in samples]).sum(0)
@@ -131,14 +174,37 @@ def one_by_one(config: Config, has_masks: bool = False) -> list[TraceEntry]:
 @pytest.mark.parametrize("has_masks", [False, True])
 @pytest.mark.parametrize(("over", "mtp"), [("sequence", 0), ("sequence", 2), ("previous_batch", 1)])
 def test_a_packed_step_is_the_step_on_each_document_by_itself(over: str, mtp: int, has_masks: bool):
-    config = packed(1, mtp, over=over)
+    config = packed(1, mtp=mtp, over=over)
     (found,) = one_step(single_rank_world(), [config], has_masks)
     assert first_mismatch(one_by_one(config, has_masks), [found], 1e-12) is None
 
 
-def test_a_packed_step_with_masks_on_any_layout_is_the_step_on_each_document_by_itself():
-    configs = {name: packed(RANKS, **settings) for name, settings in LAYOUTS.items()}
-    by_rank = run_ranks(one_step, RANKS, list(configs.values()), True)
-    for number, (name, config) in enumerate(configs.items()):
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_batches_have_padding_several_documents_and_some_without_a_label(has_masks: bool):
+    batch = assemble_run(packed(1), single_rank_world(), Path("."), corpus(has_masks)).loader.next_batch()
+    assert batch.filled_B is not None
+    assert (batch.filled_B < SEQ).any(), "there is padding"
+    samples = samples_of(batch)
+    assert len(samples) >= 2 * len(batch.tokens_BS)
+    assert has_masks == any((labels == IGNORE_INDEX).all().item() for _, labels in samples)
+
+
+@pytest.mark.parametrize("chunk", range(0, COMBINATIONS, 10))
+def test_a_packed_step_with_masks_on_any_layout_is_the_step_on_each_document_by_itself(chunk: int):
+    configs = combinations()[chunk : chunk + 10]
+    by_rank = run_ranks(one_step, RANKS, configs, True)
+    for number, config in enumerate(configs):
         traces = [found[number] for found in by_rank]
-        assert first_mismatch(one_by_one(config, True), traces, 1e-12) is None, name
+        difference = first_mismatch(one_by_one(config, True), traces, 1e-12)
+        assert difference is None, f"{config.parallel}, {config.model}: {difference}"
+
+
+def test_the_layouts_have_every_mechanism_size_schedule_and_form():
+    configs = combinations()
+    assert len(configs) == COMBINATIONS
+    pairs = {(each.parallel.context, each.parallel.cp) for each in configs}
+    assert pairs == {(context, cp) for context in CONTEXT_MECHANISMS for cp in (2, 4, 8)}
+    assert {each.pipeline.schedule for each in configs if each.parallel.pp > 1} == set(SCHEDULES)
+    assert {each.model.mtp for each in configs} == {0, 1, 2}
+    forms = {(each.model.attention.kind, each.model.attention.window, each.model.attention.sinks) for each in configs}
+    assert len(forms) == len(FORMS)

@@ -3,7 +3,8 @@
 Forward returns the block's own softmax and its log-sum-exp, by which blocks are merged. Backward takes the log-sum-exp
 over all keys and delta = sum(dy * y) per query, and returns this block's summands of the gradients. The first query is
 `ahead` positions behind the first key. A query sees keys up to its own position and, with a window, at most so many of
-them. A query that sees no key here has zeros and a log-sum-exp of -inf.
+them; with documents, keys from `begins_BS` on, 0 or more, which never decreases from one query to the next. A query
+that sees no key here has zeros and a log-sum-exp of -inf.
 
 Results and gradients of a block have the type of the inputs; the ring sums them in fp32.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.kernels.attention.attention import attention_mask, heads_first
+from moefold.kernels.attention.attention import attention_mask, heads_first, random_document_begins
 from moefold.kernels.facts import AttentionShape
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
 
@@ -31,9 +32,10 @@ def attention_block(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out_BSHV, and lse_BHS in fp32 or better."""
-    _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
+    _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
     lse_BHS = scores.logsumexp(-1)
     log_p = scores - lse_BHS[..., None]
     log_p = log_p.nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
@@ -51,10 +53,11 @@ def attention_block_triton(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from moefold.kernels.attention.ring_block_triton import block_forward
 
-    return block_forward(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
+    return block_forward(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
 
 
 @attention_block.register_fast("hopper")
@@ -65,10 +68,11 @@ def attention_block_hopper(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cuDNN where the block is square and either causal or wholly visible; other blocks go to Triton."""
-    if not is_plain_block(q_BSHD, k_BLGD, ahead, window):
-        return attention_block_triton(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
+    if not is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS):
+        return attention_block_triton(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
     q = q_BSHD.transpose(1, 2)
     k = k_BLGD.transpose(1, 2)
     v = v_BLGV.transpose(1, 2)
@@ -81,12 +85,12 @@ def attention_block_hopper(
     return out_BSHV, lse_BHS
 
 
-def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int) -> bool:
-    """Whether a block is square, no window ends within it, and it is causal or wholly visible. One position, which
-    cuDNN refuses, is not plain."""
+def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int, begins_BS: Tensor | None = None) -> bool:
+    """Whether a block is square, without documents, no window ends within it, and it is causal or wholly visible. One
+    position, which cuDNN refuses, is not plain."""
     queries = q_BSHD.shape[1]
     keys = k_BLGD.shape[1]
-    if queries != keys or keys == 1:
+    if begins_BS is not None or queries != keys or keys == 1:
         return False
     farthest = ahead + queries - 1
     window_ends_here = 0 < window <= farthest
@@ -107,9 +111,10 @@ def attention_block_backward(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> Gradients:
     """dq, dk, dv of this block."""
-    q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
+    q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
     dy_BHSV = dy_BSHV.transpose(1, 2)
     dy = dy_BHSV.to(scores.dtype)
     # Nested, so that no further block of scores is alive.
@@ -142,10 +147,11 @@ def attention_block_backward_triton(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> Gradients:
     from moefold.kernels.attention.ring_block_triton import block_backward
 
-    return block_backward(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, lse_BHS, delta_BHS, scale, ahead, window)
+    return block_backward(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, lse_BHS, delta_BHS, scale, ahead, window, begins_BS)
 
 
 @attention_block_backward.register_fast("hopper")
@@ -159,6 +165,7 @@ def attention_block_backward_hopper(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> Gradients:
     """The kernels of causal attention's backward, causal or over all keys; other blocks go to Triton."""
     from moefold.kernels.attention.backward_hopper_launch import (
@@ -169,9 +176,9 @@ def attention_block_backward_hopper(
 
     heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
     causal = ahead == 0
-    plain = is_plain_block(q_BSHD, k_BLGD, ahead, window)
+    plain = is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS)
     if not plain or not hopper_backward_applies(q_BSHD, k_BLGD, scale, causal):
-        return attention_block_backward_triton(*heads, lse_BHS, delta_BHS, scale, ahead, window)
+        return attention_block_backward_triton(*heads, lse_BHS, delta_BHS, scale, ahead, window, begins_BS)
     statistics = block_statistics(delta_BHS, lse_BHS, scale)
     return launch_hopper_backward(*heads, statistics, scale, causal)
 
@@ -220,6 +227,7 @@ def masked_block_scores(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and v with heads first, and the scores, -inf where a key is not visible."""
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
@@ -227,7 +235,7 @@ def masked_block_scores(
     scores = q @ k.mT * scale
     _, _, queries, keys = scores.shape
     device = q.device
-    visible = attention_mask(queries, keys, ahead, window, device)
+    visible = attention_mask(queries, keys, ahead, window, device, begins_BS)
     hidden = ~visible
     scores = scores.masked_fill(hidden, -torch.inf)
     return q, k, v, scores
@@ -260,6 +268,15 @@ def attention_block_cases(draw: CaseInputs) -> Cases:
         inputs = (q, k, v, scale, ahead, window)
         shape = AttentionShape(length, h, g, d, dv)
         yield KernelCase(name, inputs, attention=shape)
+        begins = begins_in_block(draw.device, b, s, ahead)
+        yield KernelCase(f"{name}, documents", (*inputs, begins), attention=shape)
+
+
+def begins_in_block(device: str, sequences: int, queries: int, ahead: int) -> Tensor:
+    """Document begins among the keys of a block: before, within and behind them."""
+    positions = ahead + queries
+    begins = random_document_begins(device, sequences, positions)
+    return begins[:, -queries:]
 
 
 @attention_block_backward.register_cases

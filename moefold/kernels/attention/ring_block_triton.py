@@ -26,8 +26,9 @@ def block_forward(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    first_BS = first_visible_key(q, ahead, window, None)
+    first_BS = first_visible_key(q, ahead, window, begins_BS)
     return masked_attention_forward(q, k, v, first_BS, None, scale, ahead)
 
 
@@ -41,8 +42,9 @@ def block_backward(
     scale: float,
     ahead: int,
     window: int,
+    begins_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    first_BS = first_visible_key(q, ahead, window, None)
+    first_BS = first_visible_key(q, ahead, window, begins_BS)
     keys = k.shape[1]
     until_BL = visible_until_query(first_BS, keys)
     lse = lse_BHS.contiguous()

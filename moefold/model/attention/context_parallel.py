@@ -37,6 +37,7 @@ JoinHeads = Callable[[Tensor], Tensor]
 RankBlock = tuple[int, Tensor]  # a rank, its keys and values
 EarlyAndLate = tuple[int, int]  # a number for each of a rank's two chunks
 ChunkPair = tuple[slice, slice, int]  # a chunk of queries, a chunk of keys, how far ahead the queries stand
+SeenBlock = tuple[slice, slice, int, Tensor | None]  # likewise, and the first key of each query's document
 PAIRS_OF_TWO = list(product((0, 1), repeat=2))
 
 
@@ -261,14 +262,28 @@ class RingSetting(NamedTuple):
 
 
 def ring_attention(axis: Axis, kernels: BoundKernels) -> WholeHeads:
-    """Attention over what goes round a ring of ranks; the rules keep documents off it."""
+    """Attention over what goes round a ring of ranks."""
 
     def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS) -> Tensor:
-        assert begins_BS is None
         setting = RingSetting(scale, window, axis, kernels)
-        return RingAttention.apply(q, k, v, sink_H, setting)  # pyright: ignore[reportReturnType]
+        begins_Bs = begins_from_chunks(begins_BS, axis)
+        return RingAttention.apply(q, k, v, sink_H, begins_Bs, setting)  # pyright: ignore[reportReturnType]
 
     return WholeHeads(attend_across_ranks)
+
+
+def begins_from_chunks(begins_BS: Tensor | None, cp: Axis) -> Tensor | None:
+    """Where the documents of this rank's queries begin, counted from the first query of their chunk, if attention
+    stays within documents: a document that began in an earlier chunk is below zero."""
+    early, late = document_begins_of_chunks(begins_BS, cp)
+    if begins_BS is None or early is None or late is None:
+        return None
+    size = early.shape[1]
+    length = begins_BS.shape[1]
+    early_end, late_end = zigzag_chunk_ends(length, cp)
+    from_early = early - (early_end - size)
+    from_late = late - (late_end - size)
+    return torch.cat((from_early, from_late), dim=1)
 
 
 def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[ChunkPair]:
@@ -296,14 +311,29 @@ def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: in
     return met
 
 
-def chunk_pairs_here(q: Tensor, theirs: int, setting: RingSetting) -> list[ChunkPair]:
-    """The pairs of chunks of this rank's queries and a rank's keys."""
+def blocks_seen(q: Tensor, begins_Bs: Tensor | None, theirs: int, setting: RingSetting) -> Iterator[SeenBlock]:
+    """The pairs of chunks of this rank's queries and a rank's keys, without those that no query's document reaches."""
     cp = setting.cp
-    mine = cp.index
-    ranks = cp.size
     size = q.shape[1] // 2
-    window = setting.window
-    return causal_chunk_pairs(mine, theirs, ranks, size, window)
+    pairs = causal_chunk_pairs(cp.index, theirs, cp.size, size, setting.window)
+    for queries, keys, ahead in pairs:
+        if begins_Bs is None:
+            yield queries, keys, ahead, None
+            continue
+        from_queries = begins_Bs[:, queries]
+        from_keys = from_queries + ahead
+        if may_reach(from_keys, size):
+            yield queries, keys, ahead, from_keys.clamp(min=0)
+
+
+def may_reach(begins_Bs: Tensor, keys: int) -> bool:
+    """Whether a document of these queries may reach back to so many keys. A GPU would have to be waited for: there the
+    answer is always yes, and kernels skip the keys that no query sees."""
+    if begins_Bs.device.type != "cpu":
+        return True
+    earliest_B = begins_Bs[:, 0]
+    is_reached = earliest_B < keys
+    return bool(is_reached.any())
 
 
 def blocks_round_ring(travelling: Tensor, cp: Axis) -> Iterator[RankBlock]:
@@ -336,7 +366,7 @@ class RingAttention(torch.autograd.Function):
     score and no value."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_H: Tensor | None, setting: RingSetting):
+    def forward(ctx, q, k, v, sink_H: Tensor | None, begins_Bs: Tensor | None, setting: RingSetting):
         scale, window, cp, kernels = setting
         attend = kernels[attention_block]
         merge_block = kernels[merge_attention_block]
@@ -351,24 +381,23 @@ class RingAttention(torch.autograd.Function):
         local = join_keys_and_values(k, v)
         for rank, block in blocks_round_ring(local, cp):
             keys, values = split_like(block, k, v)
-            pairs = chunk_pairs_here(q, rank, setting)
-            for mine, theirs, ahead in pairs:
+            for mine, theirs, ahead, begins in blocks_seen(q, begins_Bs, rank, setting):
                 q_part = q[:, mine]
                 k_part = keys[:, theirs]
                 v_part = values[:, theirs]
-                part, part_lse = attend(q_part, k_part, v_part, scale, ahead, window)
+                part, part_lse = attend(q_part, k_part, v_part, scale, ahead, window, begins)
                 out_part = out[:, mine]
                 lse_part = lse[..., mine]
                 merge_block(out_part, lse_part, part, part_lse)
         dtype = q.dtype
         result = out.to(dtype)
-        ctx.save_for_backward(q, k, v, sink_H, result, lse)
+        ctx.save_for_backward(q, k, v, sink_H, begins_Bs, result, lse)
         ctx.setting = setting
         return result
 
     @staticmethod
     def backward(ctx, *incoming):
-        q, k, v, sink_H, out, lse = ctx.saved_tensors
+        q, k, v, sink_H, begins_Bs, out, lse = ctx.saved_tensors
         setting = ctx.setting
         scale, window, cp, kernels = setting
         (dy,) = incoming
@@ -385,8 +414,7 @@ class RingAttention(torch.autograd.Function):
         for rank, block in blocks_round_ring(local, cp):
             keys, values = split_like(block, k, v)
             dkeys, dvalues = split_like(gradients, k, v)
-            pairs = chunk_pairs_here(q, rank, setting)
-            for mine, theirs, ahead in pairs:
+            for mine, theirs, ahead, begins in blocks_seen(q, begins_Bs, rank, setting):
                 dy_part = dy[:, mine]
                 q_part = q[:, mine]
                 k_part = keys[:, theirs]
@@ -395,7 +423,7 @@ class RingAttention(torch.autograd.Function):
                 delta_part = delta[..., mine]
                 heads = (dy_part, q_part, k_part, v_part)
                 statistics = (lse_part, delta_part)
-                parts = attend_backward(*heads, *statistics, scale, ahead, window)
+                parts = attend_backward(*heads, *statistics, scale, ahead, window, begins)
                 dq_part, dk_part, dv_part = parts
                 dq[:, mine] += dq_part
                 dkeys[:, theirs] += dk_part
@@ -407,7 +435,7 @@ class RingAttention(torch.autograd.Function):
         dk = dkeys.to(k.dtype)
         dv = dvalues.to(v.dtype)
         d_sink = sink_gradient(sink_H, lse, delta)
-        return dq, dk, dv, d_sink, None
+        return dq, dk, dv, d_sink, None, None
 
 
 def join_keys_and_values(k: Tensor, v: Tensor) -> Tensor:
