@@ -192,6 +192,43 @@ class OverlapOptions(BenchOptions):
             raise UserError("--delay-ms must be at least 0 and --microbatches at least 2; such as 10 and 16")
 
 
+@dataclass(frozen=True)
+class EchoOptions(BenchOptions):
+    """Draw skewed loads of experts and print how even ranks become where hot experts are cloned, by the plan alone."""
+
+    ranks: tuple[int, ...] = (4, 8, 64)
+    """Ranks that share the experts."""
+    zipf: tuple[float, ...] = (1.0, 1.5)
+    """Exponents of Zipf's law, by which experts are liked."""
+    experts: int = 128
+    """Experts of the layer."""
+    slots: int = 2
+    """Spare slots of a rank."""
+    drift: float = 0.03
+    """Change of an expert's liking from step to step: standard deviation of its logarithm."""
+    steps: int = 20
+    """Steps of each draw."""
+    draws: int = 20
+    """Orders of experts drawn."""
+    tokens: int = 4096
+    """Tokens of a rank."""
+    top_k: int = 8
+    """Choices of a token."""
+    hidden: int = 2048
+    """Width of the model, for bytes of clones."""
+    ffn: int = 768
+    """Inner width of an expert, for bytes of clones."""
+
+    def check_values(self) -> None:
+        sizes = ("experts", "slots", "steps", "draws", "tokens", "top_k", "hidden", "ffn")
+        for name in sizes:
+            require_positive(name, getattr(self, name))
+        for ranks in self.ranks:
+            require_positive("ranks", ranks)
+            if self.experts % ranks:
+                raise UserError(f"--experts {self.experts} is no multiple of --ranks {ranks}; such as 128 and 8")
+
+
 MemoryPart = Literal["recompute", "offload", "longest"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 

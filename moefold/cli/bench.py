@@ -33,6 +33,7 @@ SUBJECTS = {
     "recipes": BenchSubject(bench_options.RecipesOptions, "losses of precision recipes beside plain runs"),
     "formats": BenchSubject(bench_options.FormatsOptions, "errors, bytes and time of a layer by precision recipe"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),
+    "echo": BenchSubject(bench_options.EchoOptions, "rows of the largest rank with clones of hot experts, planned"),
     "memory": BenchSubject(bench_options.MemoryOptions, "recompute and offload: step time, bytes, peak"),
     "save": BenchSubject(bench_options.SaveOptions, "checkpoints: bandwidth, delay of a step", takes_config_keys=True),
     "calibrate": BenchSubject(bench_options.CalibrateOptions, "this machine, as a file for `moefold plan --gpu`"),
