@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,8 @@ import moefold
 from moefold.config.errors import UserError
 from moefold.generate.next_logits import WindowLogits, cache_problems, model_logits
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 PROMPTS = [[5, 17, 3, 200, 9, 14, 77], [8, 2], [1, 4, 4, 90]]
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("tiny", {}),
     "gqa with a window": ("tiny", {"attention__window": 3}),
     "gqa with a window on some layers and sinks": ("gpt-oss-20b-tiny", {"attention__window": 3}),
@@ -39,6 +40,10 @@ def whole_logits(model: moefold.Model, rows: list[list[int]]) -> torch.Tensor:
         return torch.stack([model(torch.tensor([row])).logits[0, -1] for row in rows])
 
 
+def assert_exact(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_cache_gives_the_logits_of_the_whole_sequences(case: str):
     """Prompts of different lengths in one batch, as well as alone."""
@@ -49,7 +54,7 @@ def test_a_cache_gives_the_logits_of_the_whole_sequences(case: str):
         with torch.no_grad():
             logits = source.begin(rows, most=20)
             for step in range(6):
-                torch.testing.assert_close(logits, whole_logits(model, rows), **EXACT)
+                assert_exact(logits, whole_logits(model, rows))
                 tokens = [(31 * step + 7 * number) % 256 for number in range(len(rows))]
                 logits = source.follow(tokens)
                 for row, token in zip(rows, tokens, strict=True):
@@ -59,13 +64,13 @@ def test_a_cache_gives_the_logits_of_the_whole_sequences(case: str):
 def test_windows_without_a_cache_give_the_same():
     model = make_model("gqa")
 
-    def last_logits(tokens: list[int]) -> torch.Tensor:
-        return whole_logits(model, [tokens])[0]
+    def last_logits(tokens: Sequence[int]) -> torch.Tensor:
+        return whole_logits(model, [list(tokens)])[0]
 
     cached, windows = model_logits(model.transformer), WindowLogits(last_logits)
     with torch.no_grad():
-        torch.testing.assert_close(windows.begin(PROMPTS, 20), cached.begin(PROMPTS, 20), **EXACT)
-        torch.testing.assert_close(windows.follow([1, 2, 3]), cached.follow([1, 2, 3]), **EXACT)
+        assert_exact(windows.begin(PROMPTS, 20), cached.begin(PROMPTS, 20))
+        assert_exact(windows.follow([1, 2, 3]), cached.follow([1, 2, 3]))
 
 
 def test_layers_with_a_window_keep_the_window_alone_and_latents_are_narrow():
@@ -90,7 +95,7 @@ def test_a_capacity_drops_nothing_of_generated_text():
     with torch.no_grad():
         found = model_logits(full.eval().transformer).begin(ids, 9)
     expected = whole_logits(plain.eval(), ids)
-    torch.testing.assert_close(found, expected, **EXACT)
+    assert_exact(found, expected)
     assert not torch.allclose(whole_logits(full, ids), expected)  # where a whole batch shares a capacity
 
 
@@ -102,8 +107,8 @@ def test_a_capacity_drops_nothing_of_generated_text():
         ({"moe__capacity__factor": 1.0, "moe__capacity__pad": True}, "capacity.pad"),
     ],
 )
-def test_models_that_need_whole_sequences_are_refused(keys: dict[str, object], message: str):
-    more = {"moe__balance__aux_loss": 0.0, "moe__balance__bias_rate": 0.0}
+def test_models_that_need_whole_sequences_are_refused(keys: dict[str, Any], message: str):
+    more: dict[str, Any] = {"moe__balance__aux_loss": 0.0, "moe__balance__bias_rate": 0.0}
     model = moefold.Model("tiny", layers=1, **more, **keys)
     assert cache_problems(model.config.model)
     with pytest.raises(UserError, match=message):

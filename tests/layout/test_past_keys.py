@@ -40,9 +40,14 @@ def test_positions_and_begins_are_counted_from_the_document():
     past = PastKeys(most=9)
     past.advance(6)
     begins = torch.tensor([[0, 0], [4, 4]])
-    assert past.positions(2, begins).tolist() == [[6, 7], [2, 3]]
+    assert listed(past.positions(2, begins)) == [[6, 7], [2, 3]]
     assert past.positions(2, None) == slice(6, 8)
-    assert past.begins_among(8, begins).tolist() == [[0, 0], [4, 4]]
-    assert past.begins_among(3, begins).tolist() == [[0, 0], [0, 0]]  # positions 5, 6, 7
-    assert past.begins_among(6, begins).tolist() == [[0, 0], [2, 2]]
+    assert listed(past.begins_among(8, begins)) == [[0, 0], [4, 4]]
+    assert listed(past.begins_among(3, begins)) == [[0, 0], [0, 0]]  # positions 5, 6, 7
+    assert listed(past.begins_among(6, begins)) == [[0, 0], [2, 2]]
     assert past.begins_among(8, None) is None
+
+
+def listed(numbers: object) -> list[list[int]]:
+    assert isinstance(numbers, torch.Tensor)
+    return numbers.tolist()

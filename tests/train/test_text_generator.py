@@ -56,12 +56,16 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path):
     assert decode_ids(source, prompts, GREEDY, NEW) == [expected[0], *greedy_tokens(theirs, shorter)]
 
 
+def published_model() -> Any:
+    kind, options = CASES["mixtral"]
+    return make(kind, **{**options, "vocab_size": ENTRIES, "num_hidden_layers": 1})
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A published model with a tokenizer."""
     path = tmp_path_factory.mktemp("published")
-    kind, options = CASES["mixtral"]
-    save(make(kind, **{**options, "vocab_size": ENTRIES, "num_hidden_layers": 1}), path)
+    save(published_model(), path)
     write_tokenizer(path)
     return path
 
@@ -78,7 +82,7 @@ def test_prompts_and_chats_are_encoded_as_transformers_encodes_them(folder: Path
 
 def test_text_is_that_of_transformers_and_of_a_batch(folder: Path):
     tokenizer = hf().PreTrainedTokenizerFast.from_pretrained(folder)
-    model = hf().MixtralForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model = published_model().double()
     generator = moefold.TextGenerator(folder, device="cpu", precision="fp64")
     prompts = ["what is", "the name of the one"]
     together = generator.generate(prompts, tokens=NEW, temperature=0)
