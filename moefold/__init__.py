@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from moefold.config.extensions import Extension as Extension
     from moefold.config.run import Config as Config
     from moefold.train.from_hf import from_hf as from_hf
+    from moefold.train.text_generator import TextGenerator as TextGenerator
 
 EXPORTS = {
     "Config": "moefold.config.run",
     "Extension": "moefold.config.extensions",
     "Model": "moefold.api.model",
     "MoeLayer": "moefold.api.moe_layer",
+    "TextGenerator": "moefold.train.text_generator",
     "from_hf": "moefold.train.from_hf",
     "ops": "moefold.api.ops",
     "preset": "moefold.api.presets",
     "register": "moefold.api.register",
     "run": "moefold.api.run",
 }
-__all__ = ["Config", "Extension", "Model", "MoeLayer", "from_hf", "ops", "preset", "register", "run"]
+__all__ = ["Config", "Extension", "Model", "MoeLayer", "TextGenerator", "from_hf", "ops", "preset", "register", "run"]
 
 
 def __getattr__(name: str) -> Any:

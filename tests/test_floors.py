@@ -17,7 +17,7 @@ FLOORS = [
     ["kernels", "comm"],
     ["precision", "dispatch", "data"],
     ["model"],
-    ["memory", "shard"],
+    ["memory", "shard", "generate"],
     ["pipeline", "optim"],
     ["checkpoint"],
     ["train", "plan"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,9 @@ from moefold.api.presets import preset, with_keys
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
+from moefold.generate.decode import check_prompts, decode_ids, evaluating, tokens_that_fit
+from moefold.generate.next_logits import TokenIds, model_logits
+from moefold.generate.sampling import Sampling
 from moefold.model.moe.balance import LayerLoads
 from moefold.model.steps import Carry, run_step_sequence
 from moefold.train.assemble import build_model, choose_kernels
@@ -69,6 +73,19 @@ class Model(nn.Module):
         tokens = max(1, ids.numel())
         aux = carry["aux"] / tokens
         return ModelOutput(loss, all_logits, aux)
+
+    def generate(
+        self, ids: Sequence[TokenIds], tokens: int = 200, ends: Sequence[int] = (), **sampling: Any
+    ) -> list[list[int]]:
+        """New tokens behind each list of ids, of any lengths: up to `tokens`, the longest sequence (`seq_len`), or the
+        first of `ends`. `sampling`: temperature, top_k, top_p, min_p, seed (generate/sampling.py)."""
+        prompts = [list(row) for row in ids]
+        longest = self.config.data.seq_len
+        check_prompts(prompts, longest, self.config.model.vocab)
+        count = tokens_that_fit(prompts, longest, tokens)
+        source = model_logits(self.transformer)
+        with evaluating(self.transformer):
+            return decode_ids(source, prompts, Sampling(**sampling), count, ends)
 
     def mean_loss(self, carry: Carry) -> Tensor:
         losses_1M = self.transformer.predict(carry)["losses_1M"]

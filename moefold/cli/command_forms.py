@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from moefold.cli import bench, ckpt, convert, data, doctor, explain, parity, plan, presets, report, simulate, train, web
+from moefold.cli import (
+    bench,
+    ckpt,
+    convert,
+    data,
+    doctor,
+    explain,
+    generate,
+    parity,
+    plan,
+    presets,
+    report,
+    simulate,
+    train,
+    web,
+)
 from moefold.presets.command_form import CommandForm
 
 COMMAND_FORMS: tuple[CommandForm[Any], ...] = (
@@ -15,6 +30,7 @@ COMMAND_FORMS: tuple[CommandForm[Any], ...] = (
     plan.FORM,
     web.FORM,
     simulate.FORM,
+    generate.FORM,
     convert.FORM,
     ckpt.FORM,
     report.FORM,

@@ -10,6 +10,7 @@ COMMANDS = {
     "plan": "predict memory, time and the best layout: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",
     "web": "the planner as a page with sliders, served to this machine only: moefold web",
     "simulate": "simulate and draw a pipeline schedule: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
+    "generate": 'continue a text, or answer a chat: moefold generate runs/tiny --prompt "def "',
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
     "ckpt": "inspect checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
     "report": "write a run's metrics as one HTML file: moefold report runs/tiny",

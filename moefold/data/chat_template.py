@@ -129,8 +129,9 @@ def today(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def load_template(folder: Path) -> ChatTemplate:
-    """The template beside a tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json."""
+def load_template(folder: Path, asker: str, instead: str) -> ChatTemplate:
+    """The template beside a tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json. A refusal
+    says what needs one, and what to do instead."""
     options_path = folder / OPTIONS_NAME
     options = read_token_options(options_path)
     tokens: dict[str, str] = {}
@@ -145,8 +146,8 @@ def load_template(folder: Path) -> ChatTemplate:
     source = stated_template(options.get("chat_template"))
     if source is None:
         raise UserError(
-            f"data.format = chat needs a chat template, but {folder} has no {TEMPLATE_NAME}, and its {OPTIONS_NAME} "
-            "names no chat_template; put one there, or set data.format to pairs"
+            f"{asker} needs a chat template, but {folder} has no {TEMPLATE_NAME}, and its {OPTIONS_NAME} "
+            f"names no chat_template; put one there, or {instead}"
         )
     return ChatTemplate(source, tokens, str(options_path))
 

@@ -28,6 +28,7 @@ from moefold.data.packed_sequences import PackedSequences
 from moefold.data.sequences import Sequences
 from moefold.layout.axes import Axis
 from moefold.layout.labels import IGNORE_INDEX
+from moefold.layout.past_keys import PastKeys
 
 Arrays = list[np.ndarray]
 
@@ -43,6 +44,7 @@ class Batch:
     imposed: Mapping[int, Tensor] = field(default_factory=dict)  # by MoE layer: expert ids (B, S, K) to use
     filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
     waste: float | None = None  # the share of the global batch that is padding, likewise
+    past: PastKeys | None = None  # of earlier positions, while text is generated
 
     def microbatches(self, size: int) -> Iterator[Batch]:
         sequences = len(self.tokens_BS)

@@ -73,7 +73,7 @@ class ChatReader:
                 "set data.tokenizer to a tokenizer.json that has one beside it, or data.format to pairs"
             )
         self.tokenizer = tokenizer
-        self.template = open_template(tokenizer)
+        self.template = open_template(tokenizer, "data.format = chat", "set data.format to pairs")
         source = self.template.source.encode()
         tokens = sorted(self.template.tokens.items())
         self.identity = f"chat {hashlib.sha256(source).hexdigest()} {tokens}"
@@ -100,14 +100,14 @@ class ChatReader:
         return DocumentTokens(ids, mask)
 
 
-def open_template(tokenizer: HuggingFaceTokenizer) -> ChatTemplate:
+def open_template(tokenizer: HuggingFaceTokenizer, asker: str, instead: str) -> ChatTemplate:
     try:
         from moefold.data.chat_template import load_template
     except ImportError:
         raise UserError(
-            "data.format = chat needs the jinja2 library, which is not installed; run pip install 'moefold[hf]'"
+            f"{asker} needs the jinja2 library, which is not installed; run pip install 'moefold[hf]'"
         ) from None
-    return load_template(tokenizer.folder)
+    return load_template(tokenizer.folder, asker, instead)
 
 
 # Answers.

@@ -117,6 +117,11 @@ class HuggingFaceTokenizer:
         encoding = self.engine.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
 
+    def encode_whole(self, text: str) -> np.ndarray:
+        """With the special tokens that the tokenizer puts around a text."""
+        encoding = self.engine.encode(text)
+        return np.asarray(encoding.ids, dtype=np.uint32)
+
     def encode_with_offsets(self, text: str) -> EncodedText:
         encoding = self.engine.encode(text, add_special_tokens=False)
         ids = np.asarray(encoding.ids, dtype=np.uint32)

@@ -19,6 +19,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather_no_grad
 from moefold.kernels.routing.router_spec import TokenSpan
 from moefold.layout.axes import Axis, World
+from moefold.layout.past_keys import PastKeys
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TokenShard:
     first: int | Tensor = 0  # the number of the first sequence in the run's order, the same on any layout
     begins_BS: Tensor | None = None  # where the document of each position begins, if tokens see no other
     filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
+    past: PastKeys | None = None  # of earlier positions, while text is generated
     span: TokenSpan = field(init=False)  # which tokens of its cp rank's sequences this rank has
     is_packed: bool = field(init=False)
 
@@ -164,12 +166,13 @@ def make_token_shard(
     first: int | Tensor = 0,
     begins_BS: Tensor | None = None,
     filled_B: Tensor | None = None,
+    past: PastKeys | None = None,
 ) -> TokenShard:
     sequences, length = tokens_BS.shape
     cp = world.axis("cp")
     tp = world.axis("tp")
     device = tokens_BS.device
-    return TokenShard(sequences, length, cp, tp, device, first, begins_BS, filled_B)
+    return TokenShard(sequences, length, cp, tp, device, first, begins_BS, filled_B, past)
 
 
 def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:

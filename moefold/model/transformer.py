@@ -19,6 +19,7 @@ from moefold.anatomy.step_specs import embed_step, look_ahead_step, predict_step
 from moefold.comm.collectives import all_gather
 from moefold.config.run import ModelConfig
 from moefold.layout.labels import IGNORE_INDEX
+from moefold.layout.past_keys import PastKeys
 from moefold.model.block import make_transformer_block
 from moefold.model.embedding import Embedding
 from moefold.model.head import FinalNorm, Head
@@ -103,9 +104,10 @@ class Transformer(nn.Module):
         begins_BS: Tensor | None = None,
         imposed: ImposedExperts | None = None,
         filled_B: Tensor | None = None,
+        past: PastKeys | None = None,
     ) -> Carry:
         """The carry of a microbatch before the first step."""
-        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS, filled_B)
+        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS, filled_B, past)
         any_weight = next(self.parameters())
         wide = torch.promote_types(any_weight.dtype, torch.float32)
         no_loss = tokens_BS.new_zeros((), dtype=wide)
@@ -260,6 +262,15 @@ class Transformer(nn.Module):
             steps = self.body(stage)
             carry = run_step_sequence(steps, carry)
         return self.logits_from_carry(carry)
+
+    def last_logits(self, carry: Carry) -> Tensor:
+        """(B, V): the logits behind the last position of each sequence, on a rank that holds whole sequences."""
+        shard = carry["token_shard"]
+        h_TD = self.head_input(carry)
+        by_sequence = (shard.sequences, -1)
+        h_BSD = h_TD.unflatten(0, by_sequence)
+        last_BD = h_BSD[:, -1]
+        return self.head(last_BD)
 
     def logits_from_carry(self, carry: Carry) -> Tensor:
         """The logits of all positions, from the carry at the end of the last stage's body."""

@@ -364,7 +364,7 @@ class StepRun:
         part = self.parts[op.microbatch]
         model = self.executor.model
         texts = (part.tokens_BS, part.labels_BS)
-        carry = model.begin(*texts, part.first, part.begins_BS, part.imposed, part.filled_B)
+        carry = model.begin(*texts, part.first, part.begins_BS, part.imposed, part.filled_B, part.past)
         if op.stage > 0:
             stream, *aside = self.received_streams(op)
             carry["stream"] = ResidualStream(stream)

@@ -40,7 +40,7 @@ from moefold.checkpoint.live.logical_tensors import torch_dtype_text
 from moefold.checkpoint.live.saved_model import SavedModel
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import with_values
-from moefold.config.run import Config, LoraConfig, ModelConfig
+from moefold.config.run import Config, DataConfig, LoraConfig, ModelConfig
 from moefold.data.tokenizer import STDLIB_ENTRIES, STDLIB_TOKENIZER
 from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
@@ -84,6 +84,7 @@ class WeightSource:
     longest: int  # sequence that the model was trained for
     biases: tuple[str, ...] = ()  # names of the selection biases that are not zero
     adapters: SavedAdapters | None = None  # merged into what `fetch_box` gives
+    data: DataConfig | None = None  # of a run
 
 
 def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Printer) -> None:
@@ -239,7 +240,7 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     biases = nonzero_biases(saved, config.model.moe.experts)
     data = config.data
     tokenizer = tokenizer_folder(data.tokenizer, config.model.vocab)
-    source = WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases)
+    source = WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases, data=data)
     if not config.lora.rank:
         return source
     by_weight = weight_adapters(config)

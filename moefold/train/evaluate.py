@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.rules import sequence_multiple
 from moefold.data.loader import Batch
+from moefold.generate.decode import decode_tokens, evaluating, tokens_that_fit
+from moefold.generate.next_logits import CachedLogits, NextLogits, TokenIds, WindowLogits, cache_problems
+from moefold.generate.sampling import Sampling
+from moefold.layout.past_keys import PastKeys
 from moefold.model.steps import Carry
 from moefold.train.assemble import Run
 from moefold.train.step import sum_over_ranks
@@ -39,41 +46,58 @@ def validation_loss(run: Run) -> float:
     return mean.item()
 
 
-@torch.no_grad()
 def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:
-    """Continue the prompt. The whole window is computed for every token: simple, and fast enough for a few hundred.
-    Every rank calls this. The window is padded to a length that splits over ranks; attention is causal, so padding
-    behind the last token changes nothing (but counts where experts have a capacity)."""
+    """Continue the prompt, to the longest sequence at most. Every rank calls this."""
     config = run.config
-    generator = torch.Generator()
-    generator.manual_seed(config.train.seed)
+    longest = config.data.seq_len
     tokens = run.tokenizer.encode(prompt).tolist()
-    multiple = sequence_multiple(config.parallel)
-    run.model.eval()
-    for _ in range(config.train.sample_tokens):
-        context = tokens[-config.data.seq_len :]
-        missing = -len(context) % multiple
-        window = context + [0] * missing
-        device = run.world.device
-        window_1S = torch.tensor([window], device=device)
-        logits_V = logits_at_position(run, window_1S, len(context) - 1)
-        logits_V = logits_V[: run.tokenizer.size].cpu()
-        probs_V = (logits_V / temperature).softmax(-1)
-        drawn = torch.multinomial(probs_V, 1, generator=generator)
-        tokens.append(int(drawn))
-    run.model.train()
+    tokens = tokens[-longest:]
+    count = tokens_that_fit([tokens], longest, config.train.sample_tokens)
+    sampling = Sampling(temperature, seed=config.train.seed)
+    source = next_logits_of(run)
+    with evaluating(run.model):
+        for (token,) in decode_tokens(source, [tokens], sampling, count, run.tokenizer.size):
+            tokens.append(token)
     return run.tokenizer.decode(tokens)
 
 
-def logits_at_position(run: Run, window_1S: Tensor, position: int) -> Tensor:
-    """The logits at one position of one sequence, in fp32, on every rank: ranks without the last stage add zeros."""
-    vocab = run.config.model.vocab
-    logits_V = torch.zeros(vocab, device=run.world.device)
+def next_logits_of(run: Run) -> NextLogits:
+    """Next logits of a run's model, on every rank: with a cache where ranks hold whole sequences, else by windows."""
+    multiple = sequence_multiple(run.config.parallel)
+    if multiple > 1 or cache_problems(run.config.model):
+        return WindowLogits(partial(window_logits, run, multiple))
+    return CachedLogits(partial(cached_logits, run), run.world.device)
+
+
+def cached_logits(run: Run, tokens_BS: Tensor, begins_BS: Tensor | None, past: PastKeys) -> Tensor:
+    """(B, V): the logits behind the last position."""
+    batch = Batch(tokens_BS, tokens_BS, begins_BS=begins_BS, past=past)
+    return last_stage_logits(run, batch, run.model.last_logits)
+
+
+def window_logits(run: Run, multiple: int, tokens: TokenIds) -> Tensor:
+    """(V,): the logits behind the last token. The window is padded to a length that splits over ranks; attention is
+    causal, so padding behind the last token changes nothing (but counts where experts have a capacity)."""
+    missing = -len(tokens) % multiple
+    window = [*tokens, *[0] * missing]
+    window_1S = torch.tensor([window], device=run.world.device)
+    last = len(tokens) - 1
+
+    def read_logits(carry: Carry) -> Tensor:
+        logits_1SV = run.model.logits_from_carry(carry)
+        return logits_1SV[:, last]
+
+    logits_1V = last_stage_logits(run, Batch(window_1S, window_1S), read_logits)
+    return logits_1V[0]
+
+
+def last_stage_logits(run: Run, batch: Batch, read_logits: Callable[[Carry], Tensor]) -> Tensor:
+    """Logits (B, V) in fp32, on every rank: ranks without the last stage add zeros."""
+    sequences = len(batch.tokens_BS)
+    logits_BV = torch.zeros(sequences, run.config.model.vocab, device=run.world.device)
 
     def keep_logits(carry: Carry) -> None:
-        logits_1SV = run.model.logits_from_carry(carry)
-        logits_V.copy_(logits_1SV[0, position])
+        logits_BV.copy_(read_logits(carry))
 
-    batch = Batch(window_1S, window_1S)
     run.executor.forward_only([batch], keep_logits)
-    return all_reduce_no_grad(logits_V, run.world.axis("pp"))
+    return all_reduce_no_grad(logits_BV, run.world.axis("pp"))

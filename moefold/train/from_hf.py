@@ -13,7 +13,7 @@ from moefold.checkpoint.hf.read_weights import FolderWeights, load_folder_weight
 from moefold.checkpoint.live.logical_tensors import torch_dtype_text
 from moefold.config.errors import one_of
 from moefold.config.rules import check_config
-from moefold.config.run import Config, DataConfig, TrainConfig
+from moefold.config.run import Config, DataConfig, ModelConfig, TrainConfig
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.dtypes import DTYPES
 from moefold.model.transformer import Transformer
@@ -21,6 +21,7 @@ from moefold.observe.printer import Printer, print_nothing
 from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values
 
 WeightFiller = Callable[[Transformer], None]
+MakeFiller = Callable[[Config, World], WeightFiller]
 
 
 def from_hf(
@@ -29,23 +30,32 @@ def from_hf(
     """The model in a folder of safetensors, ready for `logits(ids_BS)` of up to `seq_len` tokens."""
     folder = open_model_folder(Path(path))
     described = describe_model(folder)
-    # A configuration as a run would have it, so that kernels are chosen and rules checked in the same way.
     names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
     name = names.get(dtype, str(dtype))
     precision = one_of("precision", name, ("fp32", "bf16", "fp16", "fp64"))
+
+    def make_filler(config: Config, world: World) -> WeightFiller:
+        return starting_weights(folder.path, config, world, print_nothing)
+
+    return build_to_evaluate(described.model, precision, device, seq_len, make_filler)
+
+
+def build_to_evaluate(
+    model: ModelConfig, precision: str, device: str, seq_len: int, make_filler: MakeFiller
+) -> Transformer:
+    """A model on one rank, in evaluation mode. The configuration is as a run would have it, so that kernels are chosen
+    and rules checked in the same way."""
     kind = "cpu" if device == "cpu" else "cuda"
     train = TrainConfig(device=kind, precision=precision)  # pyright: ignore[reportArgumentType]
-    tokenizer = str(folder.path / "tokenizer.json")  # not opened here
-    data = DataConfig(seq_len=seq_len, tokenizer=tokenizer)
-    model = described.model
+    data = DataConfig(seq_len=seq_len, tokenizer="tokenizer.json")  # not opened here
     config = Config(model=model, data=data, train=train)
     world = single_rank_world(device)
     config = resolve_auto_values(config, world)
     config = check_config(config, 1)
     kernels = choose_kernels(config, world)
-    fill_weights = starting_weights(folder.path, config, world, print_nothing)
-    model = build_model(config, world, kernels, fill_weights)
-    return model.eval()
+    fill_weights = make_filler(config, world)
+    built = build_model(config, world, kernels, fill_weights)
+    return built.eval()
 
 
 def starting_weights(path: Path, config: Config, world: World, say: Printer) -> WeightFiller:

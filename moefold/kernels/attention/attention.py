@@ -207,12 +207,14 @@ def sdpa_attention_mask(
     window: int,
     sink: bool,
     begins_BS: Tensor | None,
-) -> Tensor:
+) -> Tensor | None:
     """The mask where SDPA's own causal mask does not fit: lower right, or with a window or documents, which never hide
-    a sink."""
+    a sink. None where one query sees all keys."""
     queries = q_BSHD.shape[1]
     keys = k_BLGD.shape[1]
     if not window and begins_BS is None:
+        if queries == 1:
+            return None
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, three seconds for few runs
 
         return causal_lower_right(queries, keys)
@@ -340,6 +342,7 @@ ATTENTION_CASE_SIZES = [  # B, S, L, H, G, D, V
     (1, 64, 64, 6, 6, 32, 32),
     (1, 257, 257, 4, 1, 64, 64),
     (2, 16, 48, 4, 2, 16, 16),
+    (2, 1, 20, 4, 2, 16, 16),
     (2, 24, 24, 4, 4, 24, 16),
     (2, 300, 300, 4, 2, 128, 128),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class AttentionBase(DeclaringModule):
         self.gather_tokens = bind_collective(all_gather, tp)  # all tokens of this cp rank, for this rank's heads
         self.scatter_sums = bind_collective(reduce_scatter, tp)  # sums over all heads; a rank keeps its own tokens
         self.context = parts.context
+        self.layer = layer
         width = a.head_dim
         self.scale = softmax_scale(width, a.rope)
         self.window = sliding_window_of(model, layer)
@@ -111,6 +112,9 @@ class AttentionBase(DeclaringModule):
         scale = self.scale
         window = self.window
         begins_BS = shard.begins_BS
+        if shard.past is not None:
+            keys = k.shape[1]
+            begins_BS = shard.past.begins_among(keys, begins_BS)
         watch = self.logit_watch
         if self.training and watch is not None:
             watch.note(q, k, scale, window, begins_BS)
@@ -120,6 +124,13 @@ class AttentionBase(DeclaringModule):
         project = self.out
         summand_CD = self.out_region(project, y_CN)
         return self.scatter_sums(summand_CD)
+
+    def with_past(self, shard: TokenShard, *made: Tensor) -> Sequence[Tensor]:
+        """What this layer made of the microbatch's positions; where text is generated, behind that of earlier ones."""
+        past = shard.past
+        if past is None:
+            return made
+        return past.extend(self.layer, made, self.window)
 
     def attend_in_context(self, *inputs: Any) -> Tensor:
         """(B, S, N): the results of this rank's positions, their heads joined."""
@@ -171,7 +182,9 @@ class Rotary:
         if shard.cp.size > 1:
             held = shard.local_positions
         begins_BS = shard.begins_BS
-        if self.begins_anew and begins_BS is not None:
+        if shard.past is not None:
+            held = shard.past.positions(length, begins_BS)
+        elif self.begins_anew and begins_BS is not None:
             position_S = torch.arange(length, device=device)
             held = position_S - begins_BS
         cos = tables.cos_Sd[held]

@@ -74,8 +74,10 @@ class GroupedQueryAttention(AttentionBase):
         h_BSD = h_CD.unflatten(0, by_sequence)
         projected = self.projections(h_BSD)
         heads = HeadVectors(*projected)
-        rotated = self.norm_and_rope(heads, shard)
-        return self.attend(rotated, shard)
+        q, k, v = self.norm_and_rope(heads, shard)
+        k, v = self.with_past(shard, k, v)
+        seen = HeadVectors(q, k, v)
+        return self.attend(seen, shard)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Both projections, or the query's alone where key heads are shared. Biases are rows of one column."""

@@ -108,7 +108,8 @@ class LatentAttention(AttentionBase):
         q = rotary.last(q, shard)
         k_rope_BS1D = k_rope_BS.unsqueeze(2)
         k_rope = rotary.last(k_rope_BS1D, shard)
-        k_nope, v = self.up(latent_BS)
+        latent_BL, k_rope = self.with_past(shard, latent_BS, k_rope)
+        k_nope, v = self.up(latent_BL)
         by_head = k_nope.shape[:-1]
         k_rope = k_rope.expand(*by_head, -1)  # the same for all heads
         parts = (k_nope, k_rope)

@@ -75,7 +75,7 @@ class Router(DeclaringModule):
             chosen = leave_out_padding(chosen, self.moe, share)
         weights_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
         routing = Routing(weights_TK, ids_TK)
-        if self.drops_choices:
+        if self.drops_choices and share.past is None:  # a generated token has no others to share a capacity with
             sharing = self.sharing
             routing = drop_beyond_capacity(routing, self.moe, share, sharing)
         if self.training:
