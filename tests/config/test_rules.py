@@ -15,6 +15,7 @@ from moefold.config.rules import RULES, ConfigOnRanks, ConfigRule, check_config,
 from moefold.config.run import Config
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
+from tests.support.machine_speed import slowness
 
 FP8_LATENT = "--precision.recipe=fp8_block --model.attention.kind=mla --model.attention.kv_heads=4"
 
@@ -603,9 +604,10 @@ def test_divisors_divide_and_are_all_when_few(n: int):
 
 @pytest.mark.alone
 def test_divisors_of_a_large_number_come_at_once():
-    begun = time.perf_counter()
+    """A tenth of a second of the processor on a machine of usual speed."""
+    begun = time.process_time()
     assert divisors_in_words(10**9)
-    assert time.perf_counter() - begun < 0.1
+    assert time.process_time() - begun < 0.1 * slowness()
 
 
 HUGE = [
