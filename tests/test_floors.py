@@ -21,7 +21,7 @@ FLOORS = [
     ["pipeline", "optim"],
     ["checkpoint"],
     ["train", "plan"],
-    ["api"],
+    ["api", "transformers"],
     ["web", "bench"],
     ["cli"],
 ]

@@ -86,6 +86,22 @@ class StepOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class TransformersOptions(DeviceOptions):
+    """Time training steps of transformers' models with moefold inside, against transformers' own experts, in turns."""
+
+    model: tuple[str, ...] = ()
+    """Only these models."""
+    turns: int = 5
+    """Turns of each contender; the median is shown."""
+    steps: int = 4
+    """Timed steps of a turn."""
+
+    def check_values(self) -> None:
+        require_positive("turns", self.turns)
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
 class OptimizerOptions(DeviceOptions):
     """Time Newton-Schulz beside grouped products, and updates of AdamW with 8-bit moments beside copies."""
 

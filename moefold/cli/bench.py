@@ -25,6 +25,7 @@ SUBJECTS = {
     "kernels": BenchSubject(bench_options.KernelsOptions, "every implementation of every operation"),
     "layer": BenchSubject(bench_options.LayerOptions, "MoE layers of known models"),
     "step": BenchSubject(bench_options.StepOptions, "whole training steps of known models"),
+    "transformers": BenchSubject(bench_options.TransformersOptions, "transformers' steps with moefold inside"),
     "optimizer": BenchSubject(bench_options.OptimizerOptions, "Newton-Schulz and updates of AdamW"),
     "graphs": BenchSubject(bench_options.GraphsOptions, "steps as one CUDA graph, eager steps, busy time"),
     "schedules": BenchSubject(bench_options.SchedulesOptions, "pipeline schedules on one device"),
@@ -70,6 +71,6 @@ def run_command(argv: Sequence[str]) -> int:
 def subject_overview() -> str:
     lines = ["moefold bench SUBJECT times this machine. Subjects:", ""]
     for name, subject in SUBJECTS.items():
-        lines.append(f"  moefold bench {name:<9} {subject.summary}")
+        lines.append(f"  moefold bench {name:<12} {subject.summary}")
     lines += ["", f"Without a subject it times {DEFAULT_SUBJECT}. moefold bench SUBJECT --help lists the options."]
     return "\n".join(lines)
