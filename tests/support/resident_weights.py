@@ -34,6 +34,16 @@ class ResidentWeights:
     units: dict[str, int] = field(default_factory=dict)
 
     def count(self) -> int:
+        """Another thread may free one unit and gather the next in the midst of a count, which then has both: a count
+        is one that two in a row agree on."""
+        found = self.count_once()
+        while True:
+            again = self.count_once()
+            if again == found:
+                return found
+            found = again
+
+    def count_once(self) -> int:
         assert self.model is not None
         memory: dict[int, int] = {}
         for parameter in self.model.parameters():
