@@ -11,6 +11,7 @@ COMMANDS = {
     "web": "the planner as a page with sliders, served to this machine only: moefold web",
     "simulate": "simulate and draw a pipeline schedule: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
     "generate": 'continue a text, or answer a chat: moefold generate runs/tiny --prompt "def "',
+    "eval": "perplexity of files and accuracy on tasks: moefold eval runs/tiny --files TEXT",
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
     "ckpt": "inspect checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
     "report": "write a run's metrics as one HTML file: moefold report runs/tiny",

@@ -68,7 +68,8 @@ def run_command(argv: Sequence[str]) -> int:
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
     request = GenerationRequest(options.prompt, options.tokens, options.stop, options.chat, sampling)
-    generator = TextGenerator(options.source, options.device, options.dtype, options.seq_len, print_note)
+    model = {"device": options.device, "precision": options.dtype, "seq_len": options.seq_len}
+    generator = TextGenerator(options.source, **model, say=print_note)
     begun = time.perf_counter()
     if len(options.prompt) == 1:
         print_as_it_comes(generator, request)

@@ -1,36 +1,21 @@
-"""A text generator: the model and the tokenizer of a run, a checkpoint or a Hugging Face folder, on one rank."""
+"""A text generator: texts behind prompts, by a text model on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from moefold.checkpoint.format.boxes import box_slices, relative_box
-from moefold.checkpoint.hf.read_weights import expert_boxes, local_tensors
 from moefold.config.errors import UserError
-from moefold.config.run import CapacityConfig, Config, ModelConfig
 from moefold.data.chat import Chat
 from moefold.data.samples import open_template
-from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer, choose_tokenizer, load_tokenizer, read_token_options
+from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer, read_token_options
 from moefold.generate.decode import check_prompts, decode_tokens, tokens_that_fit
 from moefold.generate.next_logits import TokenIds, model_logits
 from moefold.generate.sampling import Sampling
 from moefold.generate.text_stream import TextStream
-from moefold.layout.axes import World
-from moefold.model.transformer import Transformer
-from moefold.observe.printer import Printer, print_nothing
-from moefold.train.convert import (
-    DEFAULT_LENGTH,
-    WeightSource,
-    longest_sequence,
-    source_from_checkpoint,
-    source_from_folder,
-)
-from moefold.train.from_hf import WeightFiller, build_to_evaluate, starting_weights
+from moefold.train.text_model import load_text_model
 
 ShowText = Callable[[int, str], None]  # the number of a prompt, and text that follows it
 DEFAULT_TOKENS = 200
@@ -54,34 +39,14 @@ class GenerationRequest:
 
 
 class TextGenerator:
-    """`path` is a run, one of its checkpoints or a Hugging Face folder. `precision` auto: bf16 on a GPU, fp32 on a
-    CPU. `seq_len`: the longest sequence, at most the model's own."""
+    """`path` is a run, one of its checkpoints or a Hugging Face folder; options are those of `load_text_model`."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        device: str = "auto",
-        precision: str = "auto",
-        seq_len: int = DEFAULT_LENGTH,
-        say: Printer = print_nothing,
-    ):
-        folder = Path(path)
-        self.is_published = (folder / "config.json").is_file()
-        source = source_from_folder(folder) if self.is_published else source_from_checkpoint(folder, say)
-        self.tokenizer = open_tokenizer(folder, source)
-        self.longest = min(seq_len, longest_sequence(source))
+    def __init__(self, path: str | Path, **options: Any):
+        self.text_model = load_text_model(path, **options)
+        self.tokenizer = self.text_model.tokenizer
+        self.longest = self.text_model.longest
         self.ends = end_token_ids(self.tokenizer)
-        model = without_capacity(source.model)
-
-        def make_filler(config: Config, world: World) -> WeightFiller:
-            if self.is_published:
-                return starting_weights(folder, config, world, say)
-            return checkpoint_filler(source)
-
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = build_to_evaluate(model, precision, device, self.longest, make_filler)
-        self.source = model_logits(self.model)
+        self.source = model_logits(self.text_model.model)
 
     def generate(
         self,
@@ -114,17 +79,10 @@ class TextGenerator:
         return [stream.text for stream in streams]
 
     def encode_prompts(self, request: GenerationRequest) -> list[TokenIds]:
-        encode = self.encode_chat if request.chat else self.encode_text
+        encode = self.encode_chat if request.chat else self.text_model.encode
         prompts = [encode(text) for text in request.prompts]
-        check_prompts(prompts, self.longest, self.model.model.vocab)
+        check_prompts(prompts, self.longest, self.text_model.model.model.vocab)
         return prompts
-
-    def encode_text(self, text: str) -> TokenIds:
-        """As published tokenizers encode a text, with the token that begins it; as training encoded texts for a run."""
-        tokenizer = self.tokenizer
-        if self.is_published and isinstance(tokenizer, HuggingFaceTokenizer):
-            return tokenizer.encode_whole(text).tolist()
-        return tokenizer.encode(text).tolist()
 
     def encode_chat(self, text: str) -> TokenIds:
         """A user's message in the chat template, up to where the assistant goes on."""
@@ -143,38 +101,6 @@ class TextGenerator:
 
 
 def show_nothing(_: int, text: str) -> None: ...
-
-
-def without_capacity(model: ModelConfig) -> ModelConfig:
-    """The model with experts that drop nothing: a capacity is counted over a batch, which a generated token has not."""
-    moe = replace(model.moe, capacity=CapacityConfig())
-    return replace(model, moe=moe)
-
-
-def checkpoint_filler(source: WeightSource) -> WeightFiller:
-    @torch.no_grad()
-    def fill_from_checkpoint(model: Transformer) -> None:
-        for name, parts in local_tensors(model).items():
-            for held in parts:
-                for box in expert_boxes(held):
-                    place = relative_box(box, held.part)
-                    values = source.fetch_box(name, box)
-                    held.tensor[box_slices(place)].copy_(values)
-
-    return fill_from_checkpoint
-
-
-def open_tokenizer(folder: Path, source: WeightSource) -> Tokenizer:
-    """The tokenizer with which a run was trained, or that of a Hugging Face folder."""
-    vocab = source.model.vocab
-    data = source.data
-    if data is not None:
-        name = choose_tokenizer(data, vocab)
-        return load_tokenizer(name, vocab, data.end_token)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"{folder} has no tokenizer.json; expected the model's own beside its weights; put it there")
-    return load_tokenizer(str(path), vocab)
 
 
 def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

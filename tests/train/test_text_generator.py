@@ -74,7 +74,7 @@ def test_prompts_and_chats_are_encoded_as_transformers_encodes_them(folder: Path
     tokenizer = hf().PreTrainedTokenizerFast.from_pretrained(folder)
     generator = moefold.TextGenerator(folder, device="cpu")
     text = "what is the name? 日本"
-    assert list(generator.encode_text(text)) == tokenizer(text)["input_ids"]
+    assert list(generator.text_model.encode(text)) == tokenizer(text)["input_ids"]
     message = [{"role": "user", "content": text}]
     expected = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     assert list(generator.encode_chat(text)) == expected

@@ -1,0 +1,102 @@
+"""A text model: the model and the tokenizer of a run, a checkpoint or a Hugging Face folder, on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moefold.checkpoint.format.boxes import box_slices, relative_box
+from moefold.checkpoint.hf.read_weights import expert_boxes, local_tensors
+from moefold.config.errors import UserError
+from moefold.config.run import CapacityConfig, Config, ModelConfig
+from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer, choose_tokenizer, load_tokenizer
+from moefold.generate.next_logits import TokenIds
+from moefold.layout.axes import World
+from moefold.model.transformer import Transformer
+from moefold.observe.printer import Printer, print_nothing
+from moefold.train.convert import (
+    DEFAULT_LENGTH,
+    WeightSource,
+    longest_sequence,
+    source_from_checkpoint,
+    source_from_folder,
+)
+from moefold.train.from_hf import WeightFiller, build_to_evaluate, starting_weights
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """`longest`: tokens of the longest sequence. `is_published`: from a Hugging Face folder."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    longest: int
+    is_published: bool
+
+    def encode(self, text: str) -> TokenIds:
+        """As published tokenizers encode a text, with the token that begins it; as training encoded texts for a run."""
+        tokenizer = self.tokenizer
+        if self.is_published and isinstance(tokenizer, HuggingFaceTokenizer):
+            return tokenizer.encode_whole(text).tolist()
+        return tokenizer.encode(text).tolist()
+
+
+def load_text_model(
+    path: str | Path,
+    device: str = "auto",
+    precision: str = "auto",
+    seq_len: int = DEFAULT_LENGTH,
+    say: Printer = print_nothing,
+) -> TextModel:
+    """`path` is a run, one of its checkpoints or a Hugging Face folder. `precision` auto: bf16 on a GPU, fp32 on a CPU.
+    `seq_len`: the longest sequence, at most the model's own."""
+    folder = Path(path)
+    is_published = (folder / "config.json").is_file()
+    source = source_from_folder(folder) if is_published else source_from_checkpoint(folder, say)
+    tokenizer = open_tokenizer(folder, source)
+    longest = min(seq_len, longest_sequence(source))
+
+    def make_filler(config: Config, world: World) -> WeightFiller:
+        if is_published:
+            return starting_weights(folder, config, world, say)
+        return checkpoint_filler(source)
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    described = without_capacity(source.model)
+    model = build_to_evaluate(described, precision, device, longest, make_filler)
+    return TextModel(model, tokenizer, longest, is_published)
+
+
+def without_capacity(model: ModelConfig) -> ModelConfig:
+    """The model with experts that drop nothing: a capacity is counted over a batch, which a generated token has not."""
+    moe = replace(model.moe, capacity=CapacityConfig())
+    return replace(model, moe=moe)
+
+
+def checkpoint_filler(source: WeightSource) -> WeightFiller:
+    @torch.no_grad()
+    def fill_from_checkpoint(model: Transformer) -> None:
+        for name, parts in local_tensors(model).items():
+            for held in parts:
+                for box in expert_boxes(held):
+                    place = relative_box(box, held.part)
+                    values = source.fetch_box(name, box)
+                    held.tensor[box_slices(place)].copy_(values)
+
+    return fill_from_checkpoint
+
+
+def open_tokenizer(folder: Path, source: WeightSource) -> Tokenizer:
+    """The tokenizer with which a run was trained, or that of a Hugging Face folder."""
+    vocab = source.model.vocab
+    data = source.data
+    if data is not None:
+        name = choose_tokenizer(data, vocab)
+        return load_tokenizer(name, vocab, data.end_token)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no tokenizer.json; expected the model's own beside its weights; put it there")
+    return load_tokenizer(str(path), vocab)

@@ -1,0 +1,53 @@
+"""`moefold eval` as a person meets it: a run, a published model, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import run_command_line
+from tests.support.runs import SMALL, corpus
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    argv = ["train", "tiny", *SMALL, *corpus(folder), "--train.device", "cpu", "--out", str(folder / "out")]
+    assert run_command_line([*argv, "--train.steps", "2", "--checkpoint.every", "2"]) == 0
+    return folder / "out"
+
+
+def test_files_and_the_built_in_task_are_scored(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = tmp_path / "text.py"
+    text.write_text("def f(x):\n    return x\n" * 20)
+    words = ["eval", str(run), "--files", str(text), "--device", "cpu"]
+    capsys.readouterr()
+    assert run_command_line([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["results"][str(text)]
+    assert found["bytes"] == len(text.read_text())
+    assert 0 < found["bits_per_byte"] < 20
+    assert run_command_line([*words, "--tasks", "stdlib_lines"]) == 0
+    table = capsys.readouterr().out
+    assert "bits per byte" in table
+    assert "accuracy" in table
+
+
+REFUSED = {
+    "an unknown task": (["--tasks", "stdlib_line"], "stdlib_lines"),
+    "no batch": (["--batch", "0"], "batch = 0"),
+    "no file": (["--files", "nowhere.txt"], "nowhere.txt"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_with_exit_code_2(what: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    words, says = REFUSED[what]
+    assert run_command_line(["eval", str(run), "--device", "cpu", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["eval", "nowhere"]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
