@@ -18,7 +18,7 @@ from moefold.generate.decode import check_prompts, decode_ids, evaluating, token
 from moefold.generate.next_logits import TokenIds, model_logits
 from moefold.generate.sampling import Sampling
 from moefold.model.moe.balance import LayerLoads
-from moefold.model.steps import Carry, run_step_sequence
+from moefold.model.steps import Carry
 from moefold.train.assemble import build_model, choose_kernels
 
 
@@ -61,9 +61,7 @@ class Model(nn.Module):
             raise UserError("labels are the ids themselves; expected the token after each position, such as ids[:, 1:]")
         model = self.transformer
         carry = model.begin(ids, labels)
-        for stage in model.stages:
-            steps = model.body(stage)
-            carry = run_step_sequence(steps, carry)
+        carry = model.run_bodies(carry)
         loss = None
         if labels is not None:
             loss = self.mean_loss(carry)

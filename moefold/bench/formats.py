@@ -29,7 +29,7 @@ from moefold.bench.versions import installed_version
 from moefold.config.errors import all_of
 from moefold.precision.recipes import attach_recipes
 from moefold.train.assemble import choose_kernels
-from moefold.train.step_profile import storage_address
+from moefold.train.step_profile import storage_address, unpacked_as_saved
 
 CPU_SHAPES = {  # the same kinds of layers, scaled down
     "olmoe-7b": LayerShape(256, 128, 16, 4, 128),
@@ -240,15 +240,14 @@ def bytes_saved(layer: BuiltLayer, x_TD: Tensor) -> int:
     storages: dict[int, int] = {}
 
     def count(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        address = storage_address(saved)
+        storages[address] = saved.untyped_storage().nbytes()
         return saved
 
-    with saved_tensors_hooks(count, lambda saved: saved):
-        output_TD = forward(x_TD)  # keeps what is saved, so that no storage is counted for another at its address
+    with saved_tensors_hooks(count, unpacked_as_saved):
+        forward(x_TD)
     for parameter in module.parameters():
         storages.pop(storage_address(parameter), None)
-    del output_TD
     return sum(storages.values())
 
 

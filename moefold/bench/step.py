@@ -78,6 +78,7 @@ STEP_GOALS = {
 
 
 StepTimer = Callable[[], "StepTiming"]
+TrainOn = Callable[[Tensor], Tensor]  # ids_BS -> loss
 TakeStep = Callable[[], Any]
 LossOf = Callable[[Any], float]
 
@@ -163,9 +164,7 @@ def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> Step
 
 def time_transformers_steps(config: Config, steps: int) -> StepTiming:
     model = transformers_model(config)
-    parameters = list(model.parameters())
-    lr = config.optim.lr
-    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
+    train_on = transformers_update(model, config)
     tokens = random_tokens(config, steps + WARM_UP_STEPS)
     context = tokens[:-1]
     ids = torch.from_numpy(context.astype(np.int64))
@@ -175,7 +174,18 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
     batches = iter(ids_NBS)
 
     def transformers_step() -> Tensor:
-        ids_BS = next(batches)
+        return train_on(next(batches))
+
+    return time_training_steps(transformers_step, Tensor.item, config, steps)
+
+
+def transformers_update(model: Any, config: Config) -> TrainOn:
+    """A training step of transformers' model: forward, backward, clipping, fused AdamW; returns the loss."""
+    parameters = list(model.parameters())
+    lr = config.optim.lr
+    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+    def train_on(ids_BS: Tensor) -> Tensor:
         loss = model(input_ids=ids_BS, labels=ids_BS).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optim.max_norm)
@@ -183,7 +193,7 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return time_training_steps(transformers_step, Tensor.item, config, steps)
+    return train_on
 
 
 def transformers_model(config: Config) -> Any:

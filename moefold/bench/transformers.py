@@ -6,12 +6,12 @@ All contenders train the same model with the same optimizer on the same tokens, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 import moefold.transformers
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
@@ -25,7 +25,7 @@ from moefold.bench.report import (
     show_report,
     tell_progress,
 )
-from moefold.bench.step import STEP_GOALS, step_bench_config, transformers_model
+from moefold.bench.step import STEP_GOALS, step_bench_config, transformers_model, transformers_update
 from moefold.config.errors import all_of
 from moefold.config.run import Config
 
@@ -34,8 +34,6 @@ OURS = ("moefold", "with layers")
 CAPTION = """milliseconds of a step: forward, backward, clipping, update; the median turn.
 moefold: our experts and attention. with layers: norms, rope and head too.
 times: the fastest of transformers' own over it."""
-
-TakeStep = Callable[[], None]
 
 
 def run_benchmark(options: TransformersOptions) -> int:
@@ -67,17 +65,18 @@ def time_in_turns(config: Config, turns: int, steps: int) -> dict[str, float]:
     """Milliseconds of a step by contender, the median of its turns."""
     device = config.train.device
     model = transformers_model(config)
-    take_step = training_step(model, config)
+    train_on = transformers_update(model, config)
+    ids_BS = random_ids(config)
     contenders = (*THEIRS[device], *OURS)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name in contenders:
             use_contender(model, name)
-            take_step()  # warm
+            train_on(ids_BS)  # warm
             synchronize_device(device)
             begun = time.perf_counter()
             for _ in range(steps):
-                take_step()
+                train_on(ids_BS)
             synchronize_device(device)
             elapsed = time.perf_counter() - begun
             times[name].append(elapsed / steps * 1e3)
@@ -97,22 +96,11 @@ def use_contender(model: Any, name: str) -> None:
     model.set_attn_implementation("moefold")
 
 
-def training_step(model: Any, config: Config) -> TakeStep:
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=config.optim.lr, fused=True)
+def random_ids(config: Config) -> Tensor:
     device = config.train.device
     generator = torch.Generator(device).manual_seed(0)
     shape = (config.train.global_batch, config.data.seq_len)
-    ids = torch.randint(config.model.vocab, shape, generator=generator, device=device)
-
-    def take_step() -> None:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, config.optim.max_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return take_step
+    return torch.randint(config.model.vocab, shape, generator=generator, device=device)
 
 
 def print_transformers_report(report: Report) -> None:

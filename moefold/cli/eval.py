@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from moefold.cli.generate import print_note
+from moefold.cli.text_model_options import TextModelOptions
 from moefold.config.errors import UserError, one_of
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
@@ -25,25 +22,17 @@ Results = dict[str, dict[str, Any]]  # figures by the name of a file or task
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(TextModelOptions):
     """Evaluate the model of a run or of a Hugging Face folder: perplexity of files in nats a token and bits a byte, and
     tasks. Without files and tasks the built-in task runs: which of four lines follows in a file of Python's standard
     library."""
 
-    source: tyro.conf.Positional[Path]
-    """A run, a checkpoint, or a folder with config.json, safetensors and tokenizer.json."""
     files: tuple[str, ...] = ()
     """Files to predict, or folders of files: text, jsonl, parquet."""
     tasks: tuple[str, ...] = ()
     """Tasks by name: stdlib_lines."""
     batch: int = 8
     """Sequences that are computed at once."""
-    seq_len: int = 4096
-    """Longest sequence; at most the model's own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto: the GPU, or the CPU where torch sees no GPU."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """Data type of weights and products; auto: bf16 on a GPU, fp32 on a CPU."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -57,13 +46,11 @@ def run_command(argv: Sequence[str]) -> int:
         one_of("task", name, TASKS)
     if options.batch < 1:
         raise UserError(f"batch = {options.batch} is not legal; expected at least 1, such as 8")
-    if not options.source.exists():
-        raise UserError(f"{options.source} does not exist; expected a run, a checkpoint or a Hugging Face folder")
+    options.require_source()
 
     from moefold.train.text_model import load_text_model  # torch, from here on
 
-    model = {"device": options.device, "precision": options.dtype, "seq_len": options.seq_len}
-    text_model = load_text_model(options.source, **model, say=print_note)
+    text_model = load_text_model(**options.load_arguments())
     results = evaluate(text_model, options)
     if options.json:
         print(json.dumps({"source": str(options.source), "results": results}))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-import tyro
-
+from moefold.cli.text_model_options import TextModelOptions, print_note
 from moefold.config.errors import UserError
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
@@ -21,20 +18,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(TextModelOptions):
     """Continue texts, or answer as a chat, with the model of a run or of a Hugging Face folder. One prompt's text is
     printed as it comes; several are computed in one batch."""
 
-    source: tyro.conf.Positional[Path]
-    """A run, a checkpoint, or a folder with config.json, safetensors and tokenizer.json."""
     prompt: tuple[str, ...] = ()
     """The texts to continue, one or several."""
     chat: bool = False
     """Answer each prompt as a user's message, by the tokenizer's chat template."""
     tokens: int = 200
     """Most tokens of each answer; an end token or the longest sequence may come before."""
-    seq_len: int = 4096
-    """Longest sequence, a prompt with its answer; at most the model's own."""
     temperature: float = 0.7
     """Divides the logits; 0: always the most likely token."""
     top_k: int = 0
@@ -47,10 +40,6 @@ class GenerateOptions:
     """Texts that end an answer; they are not printed."""
     seed: int = 1
     """Random seed; the i-th prompt draws with seed + i."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto: the GPU, or the CPU where torch sees no GPU."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """Data type of weights and products; auto: bf16 on a GPU, fp32 on a CPU."""
 
 
 FORM = CommandForm("generate", GenerateOptions)
@@ -60,16 +49,14 @@ def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(FORM, argv)
     if not options.prompt:
         raise UserError('no prompt is given; expected at least one, such as --prompt "def "')
-    if not options.source.exists():
-        raise UserError(f"{options.source} does not exist; expected a run, a checkpoint or a Hugging Face folder")
+    options.require_source()
 
     from moefold.generate.sampling import Sampling  # torch, from here on
     from moefold.train.text_generator import GenerationRequest, TextGenerator
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
     request = GenerationRequest(options.prompt, options.tokens, options.stop, options.chat, sampling)
-    model = {"device": options.device, "precision": options.dtype, "seq_len": options.seq_len}
-    generator = TextGenerator(options.source, **model, say=print_note)
+    generator = TextGenerator(**options.load_arguments())
     begun = time.perf_counter()
     if len(options.prompt) == 1:
         print_as_it_comes(generator, request)
@@ -97,8 +84,3 @@ def print_part(_: int, text: str) -> None:
     """Text of a model may hold anything: control characters but for line ends and tabs are escaped."""
     safe = [character if character in "\n\t" else escape_character(character) for character in text]
     print("".join(safe), end="", flush=True)
-
-
-def print_note(text: str) -> None:
-    """Notes go beside the text, which may be read by another program."""
-    print(text, file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moefold.generate.next_logits import PADDING, TokenIds
 from moefold.layout.labels import IGNORE_INDEX
-from moefold.model.steps import run_step_sequence
 from moefold.model.transformer import Transformer
 
 CHUNK = 512  # positions whose logits are held at once
@@ -93,9 +92,7 @@ def fit_continuation(continuation: Continuation, longest: int) -> Continuation:
 def score_labels(model: Transformer, tokens_BS: Tensor, labels_BS: Tensor) -> LabelScores:
     """On a rank that holds the whole model."""
     carry = model.begin(tokens_BS)
-    for stage in model.stages:
-        steps = model.body(stage)
-        carry = run_step_sequence(steps, carry)
+    carry = model.run_bodies(carry)
     h_TD = model.head_input(carry)
     labels_T = labels_BS.flatten()
     pairs = zip(h_TD.split(CHUNK), labels_T.split(CHUNK), strict=True)

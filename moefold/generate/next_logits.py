@@ -18,7 +18,6 @@ from moefold.config.errors import UserError
 from moefold.config.extensions import find_extension
 from moefold.config.run import ModelConfig
 from moefold.layout.past_keys import PastKeys
-from moefold.model.steps import run_step_sequence
 from moefold.model.transformer import Transformer
 
 PADDING = 0  # any token
@@ -106,9 +105,7 @@ def model_logits(model: Transformer) -> CachedLogits:
 
     def compute_last_logits(tokens_BS: Tensor, begins_BS: Tensor | None, past: PastKeys) -> Tensor:
         carry = model.begin(tokens_BS, begins_BS=begins_BS, past=past)
-        for stage in model.stages:
-            steps = model.body(stage)
-            carry = run_step_sequence(steps, carry)
+        carry = model.run_bodies(carry)
         return model.last_logits(carry)
 
     device = next(model.parameters()).device

@@ -258,10 +258,15 @@ class Transformer(nn.Module):
     def logits(self, ids_BS: Tensor) -> Tensor:
         """All logits (B, S, V)."""
         carry = self.begin(ids_BS)
+        carry = self.run_bodies(carry)
+        return self.logits_from_carry(carry)
+
+    def run_bodies(self, carry: Carry) -> Carry:
+        """The carry behind the bodies of all stages, on a rank that holds every stage."""
         for stage in self.stages:
             steps = self.body(stage)
             carry = run_step_sequence(steps, carry)
-        return self.logits_from_carry(carry)
+        return carry
 
     def last_logits(self, carry: Carry) -> Tensor:
         """(B, V): the logits behind the last position of each sequence, on a rank that holds whole sequences."""
