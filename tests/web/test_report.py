@@ -84,7 +84,6 @@ def drawn(page: str, tmp_path: Path) -> str:
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     flags += ["--disable-component-update", "--disable-sync", "--virtual-time-budget=20000", "--enable-logging=stderr"]
-    flags += ["--run-all-compositor-stages-before-draw"]  # plots are drawn when their size is known: in a frame
     place = [f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", str(tmp_path / "page.html")]
     done = subprocess.run([str(BROWSER), *flags, *place], capture_output=True, text=True, timeout=60)
     assert "CONSOLE" not in done.stderr, done.stderr

@@ -87,7 +87,7 @@ function drawn(holder, draw) {
   watcher.observe(holder);
   return holder;
 }
-const redrawAll = () => document.querySelectorAll(".plot").forEach((holder) => holder.redraw && holder.redraw(true));
+const redrawAll = (force = true) => document.querySelectorAll(".plot").forEach((holder) => holder.redraw && holder.redraw(force));
 
 // Light or dark as the system says, until the reader says otherwise.
 const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -197,3 +197,4 @@ function build() {
 }
 
 build();
+redrawAll(false);  // at once: a page in the background gets no frame, and the watcher waits for one
