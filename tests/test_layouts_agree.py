@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -61,14 +62,16 @@ def trace_all(world: World, cases: list[Layout], steps: int) -> list[list[TraceE
     return traces
 
 
-def differences(cases: list[Layout], steps: int = 1) -> list[str]:
+def differences(cases: list[Layout], steps: int = 1, names: Sequence[str] = ()) -> list[str]:
     on_eight = run_ranks(trace_all, WORLD, cases, steps)
     on_one = trace_all(single_rank_world(), [(single_rank_config(config), routing) for config, routing in cases], steps)
     found = []
     for i, (config, routing) in enumerate(cases):
         difference = first_mismatch(on_one[i], [rank[i] for rank in on_eight], TOLERANCE[config.train.precision])
         if difference:
-            found.append(f"{config.parallel} in {config.train.precision} with routing {routing}: {difference}")
+            name = names[i] if names else config.name
+            where = f"{config.parallel} in {config.train.precision} with routing {routing}"
+            found.append(f"{name}, {where}: {difference}")
     return found
 
 
@@ -103,6 +106,10 @@ def with_moe(config: Config, **changes: object) -> Config:
     return replace(config, model=replace(config.model, moe=with_moe_keys(config.model.moe, **changes)))
 
 
+def layout_name(parallel: ParallelConfig) -> str:
+    return f"tp{parallel.tp} cp{parallel.cp} ep{parallel.ep} etp{parallel.etp} {parallel.dispatcher}"
+
+
 TOKEN_HANDLING: list[dict[str, object]] = [
     {"pad_rows": 16},
     {"capacity_factor": 8.0, "pad_to_capacity": True, "drop_over": "sub_sequence"},
@@ -119,7 +126,7 @@ TRAVELS = [
 ]
 
 
-@pytest.mark.parametrize("parallel", TRAVELS, ids=lambda p: f"tp{p.tp} cp{p.cp} ep{p.ep} etp{p.etp} {p.dispatcher}")
+@pytest.mark.parametrize("parallel", TRAVELS, ids=layout_name)
 def test_every_way_of_handling_tokens_agrees_with_on_one_rank(parallel: ParallelConfig):
     cases = [
         (with_moe(shrink_config(replace(base(), parallel=parallel), WORLD), **how), "skewed") for how in TOKEN_HANDLING
@@ -157,10 +164,21 @@ def in_fp64(config: Config, parallel: ParallelConfig) -> Config:
     return shrink_config(replace(config, parallel=parallel, train=replace(config.train, precision="fp64")), WORLD)
 
 
-def agree(config: Config, number: int, layouts: int) -> None:
-    """On a few layouts for two steps; the number-th configuration begins with another layout than the one before."""
-    some = [SOME_LAYOUTS[(number + 2 * i) % len(SOME_LAYOUTS)] for i in range(layouts)]
-    found = differences([(in_fp64(config, parallel), "learned") for parallel in some], steps=2)
+def on_layout(configs: Mapping[str, Config], parallel: ParallelConfig, layouts: int) -> list[tuple[str, Layout]]:
+    """Those of the configurations that this layout is for, with their names. Each has so many layouts, and begins with
+    another one than the configuration before."""
+    found: list[tuple[str, Layout]] = []
+    for number, (name, config) in enumerate(configs.items()):
+        some = [SOME_LAYOUTS[(number + 2 * i) % len(SOME_LAYOUTS)] for i in range(layouts)]
+        if parallel in some:
+            found.append((name, (in_fp64(config, parallel), "learned")))
+    return found
+
+
+def require_agreement(named: list[tuple[str, Layout]]) -> None:
+    """For two steps, one after another in the same processes, which are folded once."""
+    names, cases = zip(*named, strict=True)
+    found = differences(list(cases), steps=2, names=names)
     assert not found, "\n".join(found)
 
 
@@ -170,9 +188,10 @@ def distinct_presets() -> list[str]:
     return list(forms.values())
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(distinct_presets())))
-def test_every_preset_agrees_with_one_rank(number: int, name: str):
-    agree(PRESETS[name](), number, layouts=3)
+@pytest.mark.parametrize("parallel", SOME_LAYOUTS, ids=layout_name)
+def test_every_preset_agrees_with_one_rank(parallel: ParallelConfig):
+    presets = {name: PRESETS[name]() for name in distinct_presets()}
+    require_agreement(on_layout(presets, parallel, layouts=3))
 
 
 ROUTERS: list[dict[str, object]] = [
@@ -196,12 +215,17 @@ ROUTERS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("number", "changes"), list(enumerate(ROUTERS)), ids=str)
-def test_every_router_balance_and_expert_variant_agrees_with_one_rank(number: int, changes: dict[str, object]):
+def variant(changes: dict[str, object]) -> Config:
     config = with_moe(base(), **changes)
-    if config.model.moe.activation != "clamped_swiglu":  # which dense MLPs do not have
-        config = replace(config, model=replace(config.model, dense_activation=config.model.moe.activation))
-    agree(config, number, layouts=2)
+    if config.model.moe.activation == "clamped_swiglu":  # which dense MLPs do not have
+        return config
+    return replace(config, model=replace(config.model, dense_activation=config.model.moe.activation))
+
+
+@pytest.mark.parametrize("parallel", SOME_LAYOUTS, ids=layout_name)
+def test_every_router_balance_and_expert_variant_agrees_with_one_rank(parallel: ParallelConfig):
+    variants = {str(changes): variant(changes) for changes in ROUTERS}
+    require_agreement(on_layout(variants, parallel, layouts=2))
 
 
 def test_the_published_example_of_256_ranks_folds_and_builds():

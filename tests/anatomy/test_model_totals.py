@@ -90,21 +90,22 @@ CONFIGS = {**{name: (name, "") for name in PRESETS}, **{name: ("tiny", words) fo
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_parameter_has_the_name_and_shape_the_anatomy_says(name: str):
+def test_every_parameter_has_the_name_shape_and_cut_the_anatomy_says(name: str):
     config = resolve_recipe(CONFIGS[name][0], [*CONFIGS[name][1].split(), SHORT])
-    found = shapes(build(config, "meta"))
+    model = build(config, "meta")
+    found = shapes(model)
     assert found == parameter_shapes(config.model)
     sizes = {name: prod(shape) for name, shape in found.items()}
     ahead = sum(size for name, size in sizes.items() if name.startswith("ahead."))
     assert ahead == mtp_parameters(config.model)
     assert sum(sizes.values()) - ahead == total_parameters(config.model)
+    require_cuts(model, config.model)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_parameter_is_cut_as_the_anatomy_says(name: str):
-    config = resolve_recipe(CONFIGS[name][0], [*CONFIGS[name][1].split(), SHORT])
-    placed = {p.name: p.declaration.placement for p in declared_parameters(build(config, "meta"))}
-    every = (*prefixed_model_steps(config.model), *prefixed_mtp_steps(config.model))
+def require_cuts(built: Transformer, model: ModelConfig) -> None:
+    """Every parameter is cut as the anatomy says."""
+    placed = {p.name: p.declaration.placement for p in declared_parameters(built)}
+    every = (*prefixed_model_steps(model), *prefixed_mtp_steps(model))
     said = {prefix + w.name: w.cut for prefix, step in every for w in step.weights}
     assert {name: each.cut for name, each in placed.items()} == said
     expert = {name for name, each in placed.items() if each.grid == "expert"}

@@ -1,5 +1,5 @@
 """What is loaded in the server from which processes of tests are forked (tests/support/ranks.py): all that a rank or a
-run imports.
+run imports, and the digest of the package's source, which ranks compare before they start.
 
 Objects that are there by then are kept out of garbage collection: a forked process would need half a second to go
 through all of them, and would copy every page of memory that has one.
@@ -19,4 +19,5 @@ MODULES = (
 
 for name in MODULES:
     import_module(name)
+import_module("moefold.layout.agreement").source_digest()
 gc.freeze()

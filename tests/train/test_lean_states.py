@@ -65,13 +65,12 @@ def test_a_checkpoint_is_taken_up_with_other_types(before: list[str], after: lis
     assert found == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("moments", ["int8", "fp8"])
-def test_the_loss_falls_as_with_fp32_moments(moments: str, tmp_path: Path):
+def test_the_loss_falls_as_with_fp32_moments(tmp_path: Path):
     curves: list[list[float]] = []
-    for name in ("fp32", moments):
+    for name in ("fp32", "int8", "fp8"):
         out, _ = train(tmp_path, name, 60, ["--optim.moments", name, "--train.sample_tokens", "0"])
         curves.append([line["loss"] for line in metrics(out) if "loss" in line])
-    exact, found = curves
+    exact, *found = curves
     assert exact[-1] < exact[0] - 1.5
-    for a, b in zip(exact, found, strict=True):
-        assert b == pytest.approx(a, rel=0.03)
+    for curve in found:
+        assert curve == pytest.approx(exact, rel=0.03)
