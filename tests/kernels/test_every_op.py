@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from operator import itemgetter
 from typing import Any
@@ -40,10 +40,18 @@ GPU = torch.cuda.is_available()
 
 
 Outcome = dict[str, Any]  # what a result is, and its tensor or None
+Judges = tuple[Outcome, Outcome]
 
 
+@lru_cache(maxsize=4)  # tests that follow each other have the same
 def cases(op: KernelOp, device: str, dtype: str) -> list[KernelCase]:
     return op.cases(device, DTYPES[dtype])
+
+
+@lru_cache(maxsize=4)
+def judged_case(op: KernelOp, device: str, dtype: str, number: int) -> tuple[KernelCase, Judges]:
+    case = cases(op, device, dtype)[number]
+    return case, judges(op, case)
 
 
 def everything(device: str, *dtypes: str) -> Iterator[Any]:
@@ -139,11 +147,23 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).norm().item() / (b.norm().item() or math.sqrt(b.numel()) or 1.0)
 
 
+def judges(op: KernelOp, case: KernelCase) -> Judges:
+    """What the reference gives, in the case's precision and in fp64."""
+    return outcome(op.reference, case, op), outcome(op.reference, case, op, torch.float64)
+
+
 def check(op: KernelOp, implementation: Callable[..., Any], case: KernelCase, dtype: str) -> None:
     """The implementation agrees with the op's reference in fp64, and returns the dtypes the reference returns."""
-    mine = outcome(implementation, case, op)
-    plain = outcome(op.reference, case, op)
-    exact = outcome(op.reference, case, op, torch.float64)
+    compare(op, outcome(implementation, case, op), case, dtype, judges(op, case))
+
+
+def check_number(op: KernelOp, implementation: str, device: str, dtype: str, number: int) -> None:
+    case, known = judged_case(op, device, dtype, number)
+    compare(op, outcome(op.implementations[implementation], case, op), case, dtype, known)
+
+
+def compare(op: KernelOp, mine: Outcome, case: KernelCase, dtype: str, known: Judges) -> None:
+    plain, exact = known
     assert mine.keys() == exact.keys()
     for name, value in mine.items():
         about = f"{op.name}, {dtype}, case '{case.name}', {name}"
@@ -190,14 +210,14 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("op", "implementation", "dtype", "number"), list(everything("cpu", "fp32", "fp64", "bf16")))
 def test_an_implementation_agrees_with_the_reference_in_fp64_forward_and_backward(op, implementation, dtype, number):
-    check(OPS[op], OPS[op].implementations[implementation], cases(OPS[op], "cpu", dtype)[number], dtype)
+    check_number(OPS[op], implementation, "cpu", dtype, number)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize(("op", "implementation", "dtype", "number"), list(everything("cuda", "fp32", "bf16")))
 def test_an_implementation_agrees_with_the_reference_on_cuda(op, implementation, dtype, number):
-    check(OPS[op], OPS[op].implementations[implementation], cases(OPS[op], "cuda", dtype)[number], dtype)
+    check_number(OPS[op], implementation, "cuda", dtype, number)
 
 
 def same_twice(op: KernelOp, implementation: str, case: KernelCase) -> None:

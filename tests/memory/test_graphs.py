@@ -122,7 +122,7 @@ def test_latent_attention_shared_experts_and_tokens_ahead_replay_too():
 def test_validation_between_replays_reads_the_present_weights(variant: str):
     """FP8 copies of weights, and scales, that validation has made must not outlive the next replay, nor be part of the
     recording."""
-    config = small_config(VARIANTS[variant])
+    config = small_config(f"{VARIANTS[variant]} --train.validate_sequences 4")
     plain, graphed = assemble(config), assemble(config)
     recorder = as_graph(graphed)
     for _ in range(STEPS):
