@@ -19,6 +19,7 @@ from moefold.cli import (
     report,
     simulate,
     train,
+    watch,
     web,
 )
 from moefold.presets.command_form import CommandForm
@@ -36,6 +37,7 @@ COMMAND_FORMS: tuple[CommandForm[Any], ...] = (
     convert.FORM,
     ckpt.FORM,
     report.FORM,
+    watch.FORM,
     *bench.FORMS.values(),
     doctor.FORM,
     parity.FORM,

@@ -15,6 +15,7 @@ COMMANDS = {
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
     "ckpt": "inspect checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
     "report": "write a run's metrics as one HTML file: moefold report runs/tiny",
+    "watch": "the same as a page that follows runs, served to this machine only: moefold watch runs/tiny",
     "bench": "time this machine: moefold bench kernels, layer, step, attention, save, calibrate and others",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",
 }

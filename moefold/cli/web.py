@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moefold.config.errors import UserError
+from moefold.cli.web_extra import web_packages
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
-
-WEB_PACKAGES = ("starlette", "uvicorn")
 
 
 @dataclass(frozen=True)
@@ -27,15 +25,8 @@ FORM = CommandForm("web", WebOptions)
 
 def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(FORM, argv)
-    try:
-        from moefold.web.planner_server import serve_planner  # starlette and uvicorn are an extra
-    except ModuleNotFoundError as missing:
-        name = str(missing.name)
-        package, *_ = name.split(".")
-        if package not in WEB_PACKAGES:
-            raise
-        problem = f"moefold web needs {package}, which is not installed; run: pip install 'moefold[web]'"
-        raise UserError(problem) from None
+    with web_packages("web"):
+        from moefold.web.planner_server import serve_planner
     try:
         serve_planner(options.port, options.browser)
     except KeyboardInterrupt:

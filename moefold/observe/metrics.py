@@ -56,12 +56,18 @@ def iterate_records(path: Path) -> Iterator[Record]:
         return
     with path.open("rb") as file:
         while line := file.readline(LONGEST_RECORD):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # brackets without end are no record either
-                continue
-            if is_record(record):
+            record = parse_record(line)
+            if record is not None:
                 yield record
+
+
+def parse_record(line: bytes) -> Record | None:
+    """The record of a line; None where the line is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # brackets without end are no record either
+        return None
+    return record if is_record(record) else None
 
 
 def is_record(value: Any) -> bool:

@@ -30,6 +30,7 @@ from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
 from moefold.observe.metrics import JsonLines, MetricsSink, TensorBoard
 from moefold.observe.printer import Printer, print_line, print_nothing
+from moefold.observe.process_memory import peak_memory_gib
 from moefold.observe.progress import SilentProgress, compact_number, make_progress
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 from moefold.shard.gradients import FIRST_STEPS
@@ -282,6 +283,8 @@ class RunRecorder:
         values["tokens_per_s"] = round(speed, 1)
         tflops = speed * self.flops / 1e12
         values["tflops"] = round(tflops, 6)
+        values["seconds"] = round(report.seconds, 6)
+        values["memory_gib"] = round(peak_memory_gib(self.run.world.device), 4)
         if report.waste is not None:
             values["waste"] = round(report.waste, 4)
         return values | balance

@@ -7,9 +7,13 @@ One pass over a file of any length, in the memory of `limit` rows.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+NOTHING_TOLD = -1  # a step before all others
 
 
 @dataclass
@@ -57,6 +61,7 @@ class DownsampledSeries:
         self.limit = max(2, even_limit)
         self.lines_per_column = 1
         self.columns: list[SeriesColumn] = []
+        self.merged_at = NOTHING_TOLD  # the step at which neighbours were last merged
 
     def add_step(self, step: int, values: np.ndarray) -> None:
         """Add one row; a row of an earlier step, or of another shape than the first, is skipped."""
@@ -74,6 +79,7 @@ class DownsampledSeries:
             return
         if len(self.columns) == self.limit:
             self.merge_neighbours()
+            self.merged_at = step
         self.columns.append(column)
 
     def merge_neighbours(self) -> None:
@@ -84,7 +90,22 @@ class DownsampledSeries:
         self.columns = left_columns
         self.lines_per_column *= 2
 
-    def column_steps(self) -> dict[str, list[int]]:
+    def changed_since(self, step: int) -> ChangedColumns:
+        """The columns that steps behind this one have changed: the last ones, or all where neighbours were merged."""
+        if step < self.merged_at:
+            return ChangedColumns(0, self.columns)
+        last_steps = [column.last for column in self.columns]
+        start = bisect_right(last_steps, step)
+        return ChangedColumns(start, self.columns[start:])
+
+
+class ChangedColumns(NamedTuple):
+    """The columns of a series from number `start` on; those before are as they were told."""
+
+    start: int
+    columns: list[SeriesColumn]
+
+    def column_steps(self) -> dict[str, int | list[int]]:
         first = [column.first for column in self.columns]
         last = [column.last for column in self.columns]
-        return {"first": first, "last": last}
+        return {"from": self.start, "first": first, "last": last}

@@ -5,15 +5,14 @@ K kinds of operands, F figures, L layers.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moefold.observe.fp8_stats import FIGURES, OPERAND_KINDS, layer_extremes
-from moefold.observe.metrics import Record, iterate_records
+from moefold.observe.metrics import Record
 from moefold.printable import escape_character
-from moefold.web.downsample import DownsampledSeries, SeriesColumn
+from moefold.web.downsample import NOTHING_TOLD, DownsampledSeries, SeriesColumn
 from moefold.web.page_numbers import MOST_STEPS, JsonObject, rounded_values
 
 MAX_WARNINGS = 200
@@ -21,33 +20,39 @@ MAX_LETTERS = 500  # of a warning
 LARGEST_FLOAT = 1.7e308
 
 
-def read_fp8_operands(path: Path, columns: int) -> JsonObject | None:
-    """Maps of layers x columns by kind and figure, the worst step of each column; and the warnings with their steps.
-    None when nothing was recorded."""
-    series = DownsampledSeries(columns)
-    layers: list[int] = []
-    warnings: list[tuple[int, str]] = []
-    for record in iterate_records(path):
+class Fp8Series:
+    """Maps of layers x columns by kind and figure, the worst step of each column; and warnings with their steps."""
+
+    def __init__(self, columns: int):
+        self.series = DownsampledSeries(columns)
+        self.layers: list[int] = []
+        self.warnings: list[tuple[int, str]] = []
+        self.last_step = NOTHING_TOLD
+
+    def add_record(self, record: Record) -> None:
         if not is_fp8_record(record):
-            continue
-        if not series.columns:
-            layers = sorted(set(record["layers"]))
+            return
+        if not self.series.columns:
+            self.layers = sorted(set(record["layers"]))
         step = record["step"]
-        worst_KFL = worst_of_layers(record, layers)
-        series.add_step(step, worst_KFL)
-        for text in record.get("warnings", []):
+        worst_KFL = worst_of_layers(record, self.layers)
+        self.series.add_step(step, worst_KFL)
+        self.last_step = max(self.last_step, step)
+        room = MAX_WARNINGS - len(self.warnings)
+        for text in record.get("warnings", [])[:room]:
             warning = step, warning_text(text)
-            warnings.append(warning)
-    if not series.columns:
-        return None
-    maps: JsonObject = {}
-    for number, kind in enumerate(OPERAND_KINDS):
-        maps[kind] = maps_of_kind(series.columns, number)
-    summary: JsonObject = dict(series.column_steps())
-    summary["layers"] = layers
-    summary["warnings"] = warnings[:MAX_WARNINGS]
-    summary["maps"] = maps
-    return summary
+            self.warnings.append(warning)
+
+    def operand_data(self, told: int) -> JsonObject | None:
+        """The columns that have changed since step `told`, and all warnings; None when there is no column."""
+        changed = self.series.changed_since(told)
+        if not changed.columns:
+            return None
+        summary: JsonObject = dict(changed.column_steps())
+        summary["layers"] = self.layers
+        summary["warnings"] = self.warnings
+        summary["values"] = [figures_of_column(column) for column in changed.columns]
+        return summary
 
 
 def warning_text(text: Any) -> str:
@@ -104,16 +109,17 @@ def worst_of_layers(record: Record, layers: list[int]) -> np.ndarray:
     return found_KFL
 
 
-def maps_of_kind(columns: list[SeriesColumn], kind: int) -> JsonObject:
-    maps: JsonObject = {}
-    for f, figure in enumerate(FIGURES):
-        by_column: list[list[float | None]] = []
-        for column in columns:
+def figures_of_column(column: SeriesColumn) -> JsonObject:
+    """The worst value of each layer, by kind of operand and figure."""
+    by_kind: JsonObject = {}
+    for k, kind in enumerate(OPERAND_KINDS):
+        figures: JsonObject = {}
+        for f, figure in enumerate(FIGURES):
             worst_KFL = worst_in_column(column, figure)
-            worst_L = worst_KFL[kind, f].tolist()
-            by_column.append(rounded_values(worst_L))
-        maps[figure] = by_column
-    return maps
+            worst_L = worst_KFL[k, f].tolist()
+            figures[figure] = rounded_values(worst_L)
+        by_kind[kind] = figures
+    return by_kind
 
 
 def worst_in_column(column: SeriesColumn, figure: str) -> np.ndarray:

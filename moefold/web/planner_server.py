@@ -12,35 +12,26 @@ when the page disconnects or their time is up (question_processes.py).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import socket
-import webbrowser
-from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moefold.config.errors import UserError, printable_text
-from moefold.layout.spawn import check_port_is_free
-from moefold.web.page_template import RenderedPage, render_page
+from moefold.web.local_server import local_app, serve_app
+from moefold.web.page_template import render_page
 from moefold.web.planner_page import planner_page_data
 from moefold.web.planner_questions import JsonObject, Reply, ask_needs_search
 from moefold.web.question_processes import QuestionProcesses
 
 AsyncReply = Callable[[JsonObject], Awaitable[Reply]]
 
-LOOPBACK = "127.0.0.1"
 MAX_QUESTION_BYTES = 16_384
 MAX_CONCURRENT = 2  # searches, and other answers, at the same time
 ANSWER_SECONDS = 60.0  # that one layout may take, or the legal values of the sliders
@@ -51,17 +42,7 @@ PLANNER_SCRIPTS = ("marks.js", "explore.js", "charts.js", "controls.js", "planne
 
 def serve_planner(port: int, browser: bool) -> None:
     """Serve until interrupted."""
-    free_port = check_port_is_free(port)
-    listening = socket.create_server((LOOPBACK, free_port))
-    _, bound_port = listening.getsockname()
-    address = f"http://{LOOPBACK}:{bound_port}/"
-    print(f"the planner is at {address} (Ctrl-C ends it)", flush=True)
-    if browser:
-        webbrowser.open(address)
-    app = planner_app()
-    config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    server.run(sockets=[listening])
+    serve_app(planner_app(), "the planner", port, browser)
 
 
 def planner_app() -> Starlette:
@@ -77,70 +58,13 @@ def planner_app() -> Starlette:
         Route("/answer", endpoints.post_answer, methods=["POST"]),
         Route("/legal", endpoints.post_legal, methods=["POST"]),
     ]
-    allowed_hosts = [LOOPBACK, "localhost"]
-    middleware = [
-        Middleware(HeadersMiddleware, headers=security_headers(page)),
-        Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False),
-    ]
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await endpoints.processes.end()
 
-    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
-
-
-def security_headers(page: RenderedPage) -> dict[str, str]:
-    """The Content-Security-Policy: only the page's own script runs, and it connects to this server only."""
-    policy = {
-        "default-src": "'none'",
-        "script-src": csp_digest(page.script),
-        "style-src": csp_digest(page.style),
-        "connect-src": "'self'",
-        "img-src": "data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }
-    directives = [f"{name} {value}" for name, value in policy.items()]
-    return {
-        "Content-Security-Policy": "; ".join(directives),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cross-Origin-Resource-Policy": "same-origin",
-        "Cache-Control": "no-store",
-    }
-
-
-def csp_digest(text: str) -> str:
-    raw = text.encode()
-    digest = hashlib.sha256(raw).digest()
-    return f"'sha256-{b64encode(digest).decode()}'"
-
-
-class HeadersMiddleware:
-    """Adds the same headers to every response."""
-
-    def __init__(self, app: ASGIApp, headers: Mapping[str, str]):
-        self.app = app
-        self.headers: list[tuple[bytes, bytes]] = []
-        for name, value in headers.items():
-            raw_name = name.lower().encode()
-            raw_value = value.encode()
-            self.headers.append((raw_name, raw_value))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = message["headers"]
-                message["headers"] = [*own, *self.headers]
-            await send(message)
-
-        if scope["type"] == "http":
-            await self.app(scope, receive, send_with_headers)
-        else:
-            await self.app(scope, receive, send)
+    return local_app(routes, page, lifespan)
 
 
 class PlannerEndpoints:

@@ -1,4 +1,4 @@
-"""The planner's page as a person gets it: `moefold web` in a process of its own, and questions to it over a socket."""
+"""Pages as a person gets them: `moefold web` or `moefold watch` in its own process, and questions over a socket."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """`host:port` of a running server, which ends well when it is interrupted."""
-    command = [sys.executable, "-m", "moefold", "web", "--port", "0", "--no-browser"]
+def served(*words: str) -> Iterator[str]:
+    """`host:port` of a running server (`moefold web`, or another command), which ends well when it is interrupted."""
+    command = [sys.executable, "-m", "moefold", *(words or ("web",)), "--port", "0", "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stdout
-        line = server.stdout.readline()
-        told = re.search(r"http://(127\.0\.0\.1:\d+)/", line)
-        assert told, line + server.communicate(timeout=30)[1]
+        lines = iter(server.stdout.readline, "")
+        told = next(filter(None, (re.search(r"http://(127\.0\.0\.1:\d+)/", line) for line in lines)), None)
+        assert told, server.communicate(timeout=30)[1]
         yield told[1]
         server.send_signal(signal.SIGINT)
         _, complaints = server.communicate(timeout=60)

@@ -32,7 +32,7 @@ def run_folder(folder: Path, steps: int = 10, layers: int = 3, experts: int = 4,
         dropped, moved = [step + layer for layer in range(layers)], [1000 * step] * layers
         counts = RouterCounts(list(range(1, layers + 1)), load, dropped, moved)
         log.write(step, counts)
-        speed = {"lr": 0.001 * step, "tokens_per_s": 1000.0 + step, "tflops": 0.5}
+        speed = {"lr": 0.001 * step, "tokens_per_s": 1000.0 + step, "tflops": 0.5, "seconds": 2.0, "memory_gib": 1.5}
         lines.append({"step": step, "loss": 5 - 0.1 * step, "grad_norm": 1 / step, **speed, **balance_summary(counts)})
     log.close()
     write_lines(folder / "metrics.jsonl", lines)

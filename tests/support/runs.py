@@ -59,9 +59,9 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-TIMES = ("tokens_per_s", "tflops")
+TIMES = ("tokens_per_s", "tflops", "seconds", "memory_gib")
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
-    """What a run measured, without what the clock measured."""
+    """What a run measured, without what the clock and the machine measured."""
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(out)]

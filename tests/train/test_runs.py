@@ -41,7 +41,7 @@ def test_a_run_learns_and_leaves_metrics_configuration_checkpoint_and_a_sample(t
     assert list(validated) == [0, 20, 40, 60]
     assert abs(validated[0] - math.log(256)) < 0.1, "an untrained model knows nothing"
     assert validated[60] < 0.75 * validated[0]
-    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "tflops"):
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "tflops", "seconds", "memory_gib"):
         assert name in lines[1]
     for name in ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes"):
         assert len(lines[1][name]) == 2, f"one {name} for each layer"

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from moefold.web.downsample import DownsampledSeries
+from moefold.web.downsample import NOTHING_TOLD, DownsampledSeries, SeriesColumn
 
 
 def thinned(values: np.ndarray, limit: int, every: int = 1) -> DownsampledSeries:
@@ -35,7 +35,8 @@ def test_few_steps_stay_as_they_are():
     values = np.arange(8.0)
     found = thinned(values, 8, every=5)
     assert [float(c.mean) for c in found.columns] == values.tolist()
-    assert found.column_steps() == {"first": list(range(5, 41, 5)), "last": list(range(5, 41, 5))}
+    steps = list(range(5, 41, 5))
+    assert found.changed_since(NOTHING_TOLD).column_steps() == {"from": 0, "first": steps, "last": steps}
 
 
 def test_what_was_not_measured_does_not_count():
@@ -50,4 +51,27 @@ def test_rows_that_go_back_in_time_or_change_shape_are_passed_over():
     found = DownsampledSeries(8)
     for step, width in ((1, 2), (2, 2), (2, 2), (1, 2), (3, 5), (4, 2)):
         found.add_step(step, np.zeros(width))
-    assert found.column_steps()["first"] == [1, 2, 4]
+    assert [column.first for column in found.columns] == [1, 2, 4]
+
+
+Edges = list[tuple[int, int, float]]
+
+
+def edges_of(columns: list[SeriesColumn]) -> Edges:
+    return [(column.first, column.last, float(column.total)) for column in columns]
+
+
+@pytest.mark.parametrize("pauses", [[1] * 70, [2, 3, 1, 7, 1, 1, 20, 1, 30, 5], [64, 1, 1, 4]])
+def test_parts_that_were_told_one_after_the_other_are_the_whole(pauses: list[int]):
+    found, told, held, sent = DownsampledSeries(8), NOTHING_TOLD, Edges(), 0
+    for pause in pauses:
+        for step in range(told + 1, told + 1 + pause):
+            found.add_step(step, np.asarray(step**0.5))
+        changed = found.changed_since(told)
+        told += pause
+        held = held[: changed.start] + edges_of(changed.columns)
+        sent += len(changed.columns)
+        assert held == edges_of(found.columns)
+        assert not found.changed_since(told).columns
+    assert sent <= 8 * len(pauses)
+    assert len(pauses) < 70 or sent < 2 * len(pauses), "not the whole each time"

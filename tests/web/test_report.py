@@ -96,7 +96,7 @@ def drawn(page: str, tmp_path: Path) -> str:
 def test_a_browser_draws_every_plot_without_an_error(runs: int, tmp_path: Path):
     document = drawn(render_report([run_folder(tmp_path / f"run-{i}") for i in range(runs)]), tmp_path)
     assert document.count("<canvas") == 7, "five maps of layers, two of experts"
-    assert document.count(" over steps") == (6 if runs == 1 else 8), "the curves"
+    assert document.count(" over steps") == (7 if runs == 1 else 9), "the curves"
 
 
 @pytest.mark.page

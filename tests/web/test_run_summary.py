@@ -8,30 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.web.run_summary import (
-    CODE_NONE,
-    CODE_UNKNOWN,
-    encode_log_bytes,
-    read_expert_load,
-    round_significant,
-    summarize_run,
-)
+from moefold.web.load_series import CODE_NONE, CODE_UNKNOWN, LoadSeries, encode_log_bytes
+from moefold.web.page_numbers import round_significant
+from moefold.web.run_summary import summarize_run
 from tests.support.run_folders import fp8_line, load_at, run_folder, write_lines
 
 
 def decoded(load: dict[str, Any]) -> np.ndarray:
     """As the page does it: ratios_CLE out of bytes."""
-    codes = np.frombuffer(base64.b64decode(load["codes"]), np.uint8)
-    ratios = 2.0 ** (load["low"] + (codes - 1.0) / 253 * (load["high"] - load["low"]))
-    ratios = np.where(codes == CODE_NONE, 0, np.where(codes == CODE_UNKNOWN, np.nan, ratios))
-    return ratios.reshape(len(load["first"]), len(load["layers"]), load["experts"])
+    columns: list[np.ndarray] = []
+    for text, low, high in zip(load["codes"], load["low"], load["high"], strict=True):
+        codes = np.frombuffer(base64.b64decode(text), np.uint8)
+        ratios = 2.0 ** (low + (codes - 1.0) / 253 * (high - low))
+        ratios = np.where(codes == CODE_NONE, 0, np.where(codes == CODE_UNKNOWN, np.nan, ratios))
+        columns.append(ratios.reshape(len(load["layers"]), load["experts"]))
+    return np.stack(columns)
 
 
 def test_curves_and_maps_hold_every_step_of_a_short_run(tmp_path: Path):
     told = summarize_run(run_folder(tmp_path / "a"), "a", 1)
     assert told["curves"]["loss"]["first"] == list(range(1, 11))
     assert told["curves"]["loss"]["mean"] == [round(5 - 0.1 * step, 4) for step in range(1, 11)]
-    assert told["curves"]["val_loss"] == {"first": [0], "last": [0], "mean": [5.5]}
+    assert told["curves"]["val_loss"] == {"from": 0, "first": [0], "last": [0], "mean": [5.5]}
     assert "low" not in told["curves"]["loss"], "nothing was joined"
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()][1:]
     for name in ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes"):
@@ -66,10 +64,11 @@ def test_where_steps_are_joined_violations_and_deaths_tell_the_worst_and_the_res
     assert first == {name: [2] if name in ("max_violation", "dead_experts") else [1.5] for name in names}
 
 
-def test_loads_are_joined_until_they_fit(tmp_path: Path):
-    path = tmp_path / "router.jsonl"
-    write_lines(path, [{"step": s, "load": [[s, 10 - s], [5, 5]]} for s in range(1, 9)])
-    load = read_expert_load(path, cells=19)
+def test_loads_are_joined_until_they_fit():
+    series = LoadSeries(cells=19)
+    for step in range(1, 9):
+        series.add_record({"step": step, "load": [[step, 10 - step], [5, 5]]})
+    load = series.load_data(-1)
     assert load is not None
     assert (load["first"], load["last"]) == ([1, 3, 5, 7], [2, 4, 6, 8]), "four columns of four cells fit into 19"
     np.testing.assert_allclose(decoded(load)[:, 0, 0], [0.3, 0.7, 1.1, 1.5], rtol=0.01)
@@ -170,10 +169,10 @@ def test_figures_of_fp8_operands_are_told_by_layer_with_the_worst_product_and_no
     assert fp8["first"] == [5, 10]
     assert fp8["layers"] == [0, 1]
     assert fp8["warnings"] == []
-    assert fp8["maps"]["activation"]["error"] == [[0.052, 0.052]] * 2
-    assert fp8["maps"]["gradient"]["error"] == [[0.052, 0.052], [0.125, None]]
-    assert fp8["maps"]["weight"]["amax"] == [[8, 8], [13, 13]]
-    assert fp8["maps"]["weight"]["scale_low"] == [[0.125, 0.125]] * 2
-    assert fp8["maps"]["weight"]["scale_high"] == [[1, 1]] * 2
+    assert [column["activation"]["error"] for column in fp8["values"]] == [[0.052, 0.052]] * 2
+    assert [column["gradient"]["error"] for column in fp8["values"]] == [[0.052, 0.052], [0.125, None]]
+    assert [column["weight"]["amax"] for column in fp8["values"]] == [[8, 8], [13, 13]]
+    assert [column["weight"]["scale_low"] for column in fp8["values"]] == [[0.125, 0.125]] * 2
+    assert [column["weight"]["scale_high"] for column in fp8["values"]] == [[1, 1]] * 2
     assert dict(told["facts"])["precision"].endswith("; products in fp8_block")
     json.dumps(told, allow_nan=False)

@@ -14,25 +14,25 @@ const FP8_POWERS = [
 const WORST_PRODUCT = " Each layer shows its worst product, each column its worst step.";
 
 // Values on a scale of powers of two.
-function powerMap(fp8, figures, { name, title, note }) {
-  const logs = figures[name].map((column) => column.map((v) => (v ? Math.log2(v) : null)));
-  const known = logs.flat().filter((v) => v !== null);
-  const head = [make("h3", {}, title), make("p", { class: "note" }, note)];
-  if (!known.length) return make("section", { class: "card" }, ...head, make("div", { class: "empty" }, "not measured in this run"));
-  const ends = known.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
-  const from = Math.floor(ends[0]);
-  const to = Math.max(Math.ceil(ends[1]), from + 1);
-  return heatMap({
-    title, note: note + WORST_PRODUCT, rows: fp8.layers, rowTitle: "layer",
-    columns: () => ({ count: logs.length, first: fp8.first, last: fp8.last }),
-    value: (r, c) => logs[c][r],
-    colours: () => {
-      const ramp = along("SEQUENTIAL");
-      return (v) => ramp((v - from) / (to - from));
-    },
-    bar: { at: (t) => from + t * (to - from), marks: ticks(from, to, 4, true).map((v) => [(v - from) / (to - from), `2^${v}`]), title: "powers of two" },
-    say: (r, c) => `layer ${fp8.layers[r]}, ${stepsText(fp8.first[c], fp8.last[c])}\n${title.toLowerCase()} ${short(figures[name][c][r], 4)}`,
-  });
+function powerMap(operands, { name, title, note }) {
+  return heatMap({ title, note, rowTitle: "layer", shown: () => {
+    const { fp8, figures } = operands();
+    const logs = figures(name).map((column) => column.map((v) => (v ? Math.log2(v) : null)));
+    const known = logs.flat().filter((v) => v !== null);
+    if (!known.length) return { empty: "not measured in this run" };
+    const ends = extremes(known);
+    const from = Math.floor(ends[0]);
+    const to = Math.max(Math.ceil(ends[1]), from + 1);
+    const ramp = along("SEQUENTIAL");
+    return {
+      note: note + WORST_PRODUCT, rows: fp8.layers,
+      columns: { count: logs.length, first: fp8.first, last: fp8.last },
+      value: (r, c) => logs[c][r],
+      colours: (v) => ramp((v - from) / (to - from)),
+      bar: { at: (t) => from + t * (to - from), marks: ticks(from, to, 4, true).map((v) => [(v - from) / (to - from), `2^${v}`]), title: "powers of two" },
+      say: (r, c) => `layer ${fp8.layers[r]}, ${stepsText(fp8.first[c], fp8.last[c])}\n${title.toLowerCase()} ${short(figures(name)[c][r], 4)}`,
+    };
+  } });
 }
 
 function warningsOf({ warnings }) {
@@ -40,18 +40,25 @@ function warningsOf({ warnings }) {
   return make("ul", { class: "warnings" }, ...warnings.map(([step, text]) => make("li", {}, `step ${step.toLocaleString("en")}: ${text}`)));
 }
 
+// run() -> the run chosen
 function fp8Maps(run) {
-  const { fp8 } = run;
-  if (!fp8) return [make("div", { class: "empty" }, "this run has no FP8 products, or none was recorded yet")];
   const kind = make("select", { "aria-label": "operands" }, ...Object.entries(OPERANDS).map(([value, text]) => make("option", { value }, text)));
-  const maps = make("div", {});
-  const show = () => {
-    const figures = fp8.maps[kind.value];
-    const asMaps = Object.fromEntries(Object.entries(figures).map(([name, values]) => [name, { first: fp8.first, last: fp8.last, values }]));
-    const shares = FP8_SHARES.map((spec) => layerMap({ maps: asMaps, layers: fp8.layers }, { ...spec, note: spec.note + WORST_PRODUCT }));
-    maps.replaceChildren(grid(...shares, ...FP8_POWERS.map((spec) => powerMap(fp8, figures, spec))));
+  const [warnings, none] = [make("div", {}), make("div", { class: "empty" }, "this run has no FP8 products, or none was recorded yet")];
+  const nothing = { first: [], last: [], layers: [], warnings: [], values: [] };
+  const operands = () => {
+    const fp8 = run().fp8 || nothing;
+    return { fp8, figures: (name) => fp8.values.map((column) => column[kind.value][name]) };
   };
-  kind.addEventListener("change", show);
-  show();
-  return [warningsOf(fp8), make("div", { class: "controls" }, "operands: ", kind), maps];
+  const mapOf = (name) => {
+    const { fp8, figures } = operands();
+    return { layers: fp8.layers, map: fp8.first.length ? { first: fp8.first, last: fp8.last, values: figures(name) } : null };
+  };
+  const shares = FP8_SHARES.map((spec) => layerMap(mapOf, { ...spec, note: spec.note + WORST_PRODUCT }));
+  const found = make("div", {}, warnings, make("div", { class: "controls" }, "operands: ", kind), grid(...shares, ...FP8_POWERS.map((spec) => powerMap(operands, spec))));
+  kind.addEventListener("change", () => redrawAll());
+  onNews(() => {
+    [found.hidden, none.hidden] = [!run().fp8, Boolean(run().fp8)];
+    warnings.replaceChildren(warningsOf(run().fp8 || nothing));
+  });
+  return [none, found];
 }

@@ -2,21 +2,20 @@
 
 const ROOM = { left: 54, right: 14, top: 6, bottom: 40 };
 
-// rows: labels. columns: {first, last} of steps, or {count, title} of things. value(r, c) -> number, NaN if unknown.
-// colours() -> v -> [r, g, b], in the present theme. bar: {at(t) -> v, marks: [[t, text]], title, none?: text}. say(r, c) -> text for the tooltip.
-function heatMap({ title, note, rows, rowTitle, columns, value, colours, bar, say, pick, controls }) {
+// shown() -> what to draw, asked for at each drawing: {empty: text}, or {note?, rows, columns, value, colours, bar, say}.
+// rows: labels. columns: {count, first, last} of steps, or {count, title} of things. value(r, c) -> number, NaN if unknown.
+// colours: v -> [r, g, b], in the present theme. bar: {at(t) -> v, marks: [[t, text]], title, none?: text}. say(r, c) -> text for the tooltip.
+function heatMap({ title, note, rowTitle, shown, pick, controls }) {
   const card = make("section", { class: pick ? "card pick" : "card" });
-  const scale = make("div", { class: "plot" });
-  card.append(make("div", { class: "head" }, make("h3", {}, title)));
-  if (note) card.append(make("p", { class: "note" }, note));
-  if (controls) card.append(controls);
-  const plot = make("div", { class: "plot" });
-  card.append(plot, scale);
+  const [words, plot, scale] = [make("p", { class: "note" }, note), make("div", { class: "plot" }), make("div", { class: "plot" })];
+  card.append(make("div", { class: "head" }, make("h3", {}, title)), words, ...(controls ? [controls] : []), plot, scale);
   drawn(plot, (width) => {
-    const colour = colours();
-    const spec = { title, rows, rowTitle, columns: columns(), value, colour, say, pick };
-    drawHeat(plot, width, spec);
-    drawBar(scale, width, bar, colour);
+    const spec = shown();
+    words.textContent = spec.note || note;
+    if (controls) controls.hidden = Boolean(spec.empty);
+    if (spec.empty) return plot.replaceChildren(make("div", { class: "empty" }, spec.empty)), scale.replaceChildren();
+    drawHeat(plot, width, { title, rowTitle, pick, colour: spec.colours, ...spec });
+    drawBar(scale, width, spec.bar, spec.colours);
   });
   return card;
 }

@@ -1,32 +1,49 @@
-// The page: facts of the run, training curves, balance of expert load, FP8 operands.
+// The page: facts of the runs, training curves, balance of expert load, FP8 operands, faults. What is drawn is read from
+// `runs` at each drawing: a page that follows runs changes `runs` and calls refresh().
 
-const { runs } = JSON.parse(document.getElementById("data").textContent);
+const { name: command, runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
 
-const of = (name, label) => runs.map((run, i) => ({ name: several ? run.label : label, curve: run.curves[name], colour: i, dash: several ? i : 0 }));
+const fresheners = [];
+// Do now, and whenever `runs` has changed.
+const onNews = (act) => (fresheners.push(act), act());
+function refresh() {
+  for (const act of fresheners) act();
+  redrawAll();
+}
+const renewed = (what) => {
+  const holder = make("div", {});
+  onNews(() => holder.replaceChildren(...what()));
+  return holder;
+};
+
+const of = (name, label, style = {}) => () =>
+  runs.map((run, i) => ({ name: several ? run.label : label, run, curve: run.curves[name], colour: i, dash: several ? i : 0, ...style }));
+const both = (one, other) => () => [...one(), ...other()];
 const grid = (...cards) => make("div", { class: "grid" }, ...cards);
 const section = (title, text, ...parts) => [make("h2", {}, title), make("p", {}, text), ...parts];
 
 function facts() {
-  const card = make("section", { class: "card facts" }, several ? factsTable() : factsList(runs[0]));
-  for (const run of runs.filter((run) => run.strange.length))
+  const known = runs.filter((run) => run.facts.length);
+  if (!known.length) return [];
+  const card = make("section", { class: "card facts" }, several ? factsTable(known) : factsList(known[0]));
+  for (const run of known.filter((run) => run.strange.length))
     card.append(make("p", { class: "note" }, `${run.label}: config.yaml has keys that this version does not know: ${run.strange.join(", ")}`));
-  return card;
+  return [card];
 }
 
 const factsList = (run) => make("dl", {}, ...run.facts.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text))));
 
-function factsTable() {
-  const head = make("thead", {}, make("tr", {}, make("th"), ...runs.map((run) => make("th", {}, run.label))));
-  const lines = runs[0].facts.map(([name, text], i) => {
-    const differs = runs.some((run) => run.facts[i][1] !== text);
-    return make("tr", { class: differs ? "differs" : "" }, make("th", {}, name), ...runs.map((run) => make("td", {}, run.facts[i][1])));
+function factsTable(known) {
+  const head = make("thead", {}, make("tr", {}, make("th"), ...known.map((run) => make("th", {}, run.label))));
+  const lines = known[0].facts.map(([name, text], i) => {
+    const differs = known.some((run) => run.facts[i][1] !== text);
+    return make("tr", { class: differs ? "differs" : "" }, make("th", {}, name), ...known.map((run) => make("td", {}, run.facts[i][1])));
   });
   return make("table", {}, head, make("tbody", {}, ...lines));
 }
 
-function tiles(run) {
-  const { last } = run;
+function tiles({ last }) {
   const shown = [
     ["loss", short(last.loss, 4), "last loss"],
     ["val_loss", short(last.val_loss, 4), "last validation loss"],
@@ -34,16 +51,16 @@ function tiles(run) {
     ["worst_violation", short(last.worst_violation), "last max violation, worst layer"],
     ["dead_experts", short(last.dead_experts, 6), "dead experts in the last step"],
     ["drop_rate", percent(last.drop_rate), "choices dropped in the last step"],
+    ["memory_gib", `${short(last.memory_gib)} GiB`, "peak memory of the first rank"],
   ].filter(([name]) => last[name] !== undefined);
-  return make("div", { class: "tiles" }, ...shown.map(([, value, what]) => make("div", { class: "tile" }, make("b", {}, value), make("span", {}, what))));
+  return [make("div", { class: "tiles" }, ...shown.map(([, value, what]) => make("div", { class: "tile" }, make("b", {}, value), make("span", {}, what))))];
 }
 
 function training() {
-  const [loss, validation] = [of("loss", "training"), of("val_loss", "validation")];
-  validation.forEach((s) => Object.assign(s, { dots: true, colour: several ? s.colour : 1 }));
+  const validation = { dots: true, ...(several ? {} : { colour: 1 }) };
   const losses = several
-    ? [curvePlot({ title: "Training loss (nats per token)", series: loss }), curvePlot({ title: "Validation loss (nats per token)", series: validation })]
-    : [curvePlot({ title: "Loss (nats per token)", series: [...loss, ...validation] })];
+    ? [curvePlot({ title: "Training loss (nats per token)", series: of("loss") }), curvePlot({ title: "Validation loss (nats per token)", series: of("val_loss", "", validation) })]
+    : [curvePlot({ title: "Loss (nats per token)", series: both(of("loss", "training"), of("val_loss", "validation", validation)) })];
   if (!several) losses[0].classList.add("wide");
   return grid(
     ...losses,
@@ -51,17 +68,17 @@ function training() {
     curvePlot({ title: "Learning rate", series: of("lr", "rate"), zero: true }),
     curvePlot({ title: "Speed (tokens/s)", series: of("tokens_per_s", "speed"), unit: "tok/s", zero: true }),
     curvePlot({ title: "Model arithmetic (TFLOP/s)", series: of("tflops", "arithmetic"), unit: "TFLOP/s", zero: true }),
+    curvePlot({ title: "Peak memory of the first rank (GiB)", series: of("memory_gib", "memory"), unit: "GiB", zero: true }),
   );
 }
 
 function violations() {
-  const [worst, mean] = [of("worst_violation", "worst layer"), of("mean_violation", "mean over layers")];
   const empty = "no MoE layers were measured in this run";
   if (several) return grid(
-    curvePlot({ title: "Max violation, worst layer", series: worst, zero: true, empty }),
-    curvePlot({ title: "Max violation, mean over layers", series: mean, zero: true, empty }));
-  mean.forEach((s) => Object.assign(s, { colour: 1, dash: 1 }));
-  return curvePlot({ title: "Max violation", series: [...worst, ...mean], zero: true, empty });
+    curvePlot({ title: "Max violation, worst layer", series: of("worst_violation"), zero: true, empty }),
+    curvePlot({ title: "Max violation, mean over layers", series: of("mean_violation"), zero: true, empty }));
+  const mean = of("mean_violation", "mean over layers", { colour: 1, dash: 1 });
+  return curvePlot({ title: "Max violation", series: both(of("worst_violation", "worst layer"), mean), zero: true, empty });
 }
 
 const MAPS = [
@@ -85,39 +102,44 @@ function rangeOfMap(values, best, whole) {
   return { from: Math.floor(from / step + 1e-9) * step, to, beyond: far.at(-1) > to };
 }
 
-function layerMap(run, { name, title, unit, note, worst, best = 0, whole = false, text = (v) => short(v, 4), calm }) {
-  const map = run.maps[name];
-  const plain = (what) => make("section", { class: "card" }, make("h3", {}, title), make("p", { class: "note" }, note), make("div", { class: "empty" }, what));
-  if (!map) return plain("not measured in this run");
-  if (calm && map.values.every((column) => column.every((v) => !v))) return plain(calm);
-  const count = map.values[0].length;
-  const rows = run.layers.length === count ? run.layers : [...Array(count).keys()];
-  const columns = { count: map.values.length, first: map.first, last: map.last };
-  const joined = map.first.some((first, i) => first !== map.last[i]);
-  const { from, to, beyond } = rangeOfMap(map.values, best, whole);
-  const at = (t) => Math.abs(best - (from + t * (to - from)));
-  const marks = ticks(from, to, 4, whole).map((far) => [(far - from) / (to - from), text(Number(Math.abs(best - far).toPrecision(6)))]);
-  if (beyond) marks.at(-1)[1] = (best ? "≤ " : "≥ ") + marks.at(-1)[1];
-  return heatMap({
-    title, rows, rowTitle: "layer", columns: () => columns,
-    note: note + (joined ? (worst ? " Each column shows its worst step." : " Each column shows the mean of its steps.") : ""),
-    value: (r, c) => map.values[c][r],
-    colours: () => {
-      const ramp = along("SEQUENTIAL");
-      return (v) => ramp((Math.abs(v - best) - from) / (to - from));
-    },
-    bar: { at, marks, title: unit },
-    say: (r, c) => `layer ${rows[r]}, ${stepsText(map.first[c], map.last[c])}\n${title.toLowerCase()} ${text(map.values[c][r])}`,
-  });
+// source(name) -> {map: {first, last, values}, layers}
+function layerMap(source, { name, title, unit, note, worst, best = 0, whole = false, text = (v) => short(v, 4), calm }) {
+  return heatMap({ title, note, rowTitle: "layer", shown: () => {
+    const { map, layers } = source(name);
+    if (!map) return { empty: "not measured in this run" };
+    if (calm && map.values.every((column) => column.every((v) => !v))) return { empty: calm };
+    const count = map.values[0].length;
+    const rows = layers.length === count ? layers : [...Array(count).keys()];
+    const joined = map.first.some((first, i) => first !== map.last[i]);
+    const { from, to, beyond } = rangeOfMap(map.values, best, whole);
+    const marks = ticks(from, to, 4, whole).map((far) => [(far - from) / (to - from), text(Number(Math.abs(best - far).toPrecision(6)))]);
+    if (beyond) marks.at(-1)[1] = (best ? "≤ " : "≥ ") + marks.at(-1)[1];
+    const ramp = along("SEQUENTIAL");
+    return {
+      rows, columns: { count: map.values.length, first: map.first, last: map.last },
+      note: note + (joined ? (worst ? " Each column shows its worst step." : " Each column shows the mean of its steps.") : ""),
+      value: (r, c) => map.values[c][r],
+      colours: (v) => ramp((Math.abs(v - best) - from) / (to - from)),
+      bar: { at: (t) => Math.abs(best - (from + t * (to - from))), marks, title: unit },
+      say: (r, c) => `layer ${rows[r]}, ${stepsText(map.first[c], map.last[c])}\n${title.toLowerCase()} ${text(map.values[c][r])}`,
+    };
+  } });
 }
 
-// The load as multiples of the even share, out of its one-byte codes.
+// The load as multiples of the even share, out of the one-byte codes of a column, which are read when asked for.
 function decode(load) {
-  const bytes = Uint8Array.from(atob(load.codes), (letter) => letter.charCodeAt(0));
-  const table = Array.from({ length: 256 }, (_, code) => 2 ** (load.low + ((code - 1) / 253) * (load.high - load.low)));
-  [table[0], table[255]] = [0, NaN];
   const [L, E] = [load.layers.length, load.experts];
-  return (column, layer, expert) => table[bytes[(column * L + layer) * E + expert]];
+  load.shares ||= [];
+  const column = (c) => {
+    const bytes = Uint8Array.from(atob(load.codes[c]), (letter) => letter.charCodeAt(0));
+    const table = Array.from({ length: 256 }, (_, code) => 2 ** (load.low[c] + ((code - 1) / 253) * (load.high[c] - load.low[c])));
+    [table[0], table[255]] = [0, NaN];
+    return { bytes, table };
+  };
+  return (c, layer, expert) => {
+    const { bytes, table } = (load.shares[c] ||= column(c));
+    return table[bytes[layer * E + expert]];
+  };
 }
 
 const OCTAVES = 2; // range of the colours: a quarter of the even share to four times it
@@ -129,72 +151,98 @@ const SHARE_BAR = {
   at: (t) => 2 ** ((2 * t - 1) * OCTAVES), title: "× the even share", none: "dead: no token",
   marks: [[0, "≤ ¼"], [0.25, "½"], [0.5, "1"], [0.75, "2"], [1, "≥ 4"]],
 };
+const NO_LOAD = "router.jsonl holds no load: a run with experts writes one line per observe.router_every steps";
 
+// run() -> the run chosen
 function loadMaps(run) {
-  const { load } = run;
-  if (!load) return [make("section", { class: "card" }, make("div", { class: "empty" },
-    "router.jsonl holds no load: a run with experts writes one line per observe.router_every steps"))];
-  const share = decode(load);
-  const say = (c, l, e) => {
-    const v = share(c, l, e);
+  const say = (load, c, l, e) => {
+    const v = decode(load)(c, l, e);
     const much = Number.isNaN(v) ? "not measured" : v === 0 ? "got no token" : `${short(v, 3)} × the even share (${percent(v / load.experts)} of choices)`;
     return `expert ${e} of layer ${load.layers[l]}, ${stepsText(load.first[c], load.last[c])}\n${much}`;
   };
-  const last = load.first.length - 1;
-  const slider = make("input", { type: "range", min: 0, max: last, step: 1, value: last, "aria-label": "step", id: "step" });
+  const slider = make("input", { type: "range", min: 0, max: 0, step: 1, value: 0, "aria-label": "step", id: "step" });
   const told = make("output", { for: "step" });
-  const layer = make("select", { "aria-label": "layer" }, ...load.layers.map((n, i) => make("option", { value: i }, `layer ${n}`)));
+  const layer = make("select", { "aria-label": "layer" });
   const at = () => Number(slider.value);
-  const tell = () => (told.textContent = stepsText(load.first[at()], load.last[at()]));
-  tell();
+  const tell = () => (told.textContent = run().load ? stepsText(run().load.first[at()], run().load.last[at()]) : "");
   const overview = heatMap({
-    title: "Load of every expert at one step", rowTitle: "layer", rows: load.layers, bar: SHARE_BAR, colours: shareColours,
+    title: "Load of every expert at one step", rowTitle: "layer",
     note: "As a multiple of the even share. The slider sets the step; a click on a layer shows it below.",
-    columns: () => ({ count: load.experts, title: "expert" }),
-    value: (r, c) => share(at(), r, c),
-    say: (r, c) => say(at(), r, c),
+    shown: () => {
+      const { load } = run();
+      if (!load) return { empty: NO_LOAD };
+      const share = decode(load);
+      return {
+        rows: load.layers, columns: { count: load.experts, title: "expert" }, bar: SHARE_BAR, colours: shareColours(),
+        value: (r, c) => share(at(), r, c), say: (r, c) => say(load, at(), r, c),
+      };
+    },
     pick: (r) => ((layer.value = r), story.querySelector(".plot").redraw(true)),
     controls: make("div", { class: "controls" }, slider, told),
   });
   const story = heatMap({
-    title: "Experts of one layer over the steps", rowTitle: "expert", rows: [...Array(load.experts).keys()],
-    note: "As a multiple of the even share.", bar: SHARE_BAR, colours: shareColours,
-    columns: () => ({ count: load.first.length, first: load.first, last: load.last }),
-    value: (r, c) => share(c, Number(layer.value), r),
-    say: (r, c) => say(c, Number(layer.value), r),
+    title: "Experts of one layer over the steps", rowTitle: "expert", note: "As a multiple of the even share.",
+    shown: () => {
+      const { load } = run();
+      if (!load) return { empty: NO_LOAD };
+      const share = decode(load);
+      return {
+        rows: [...Array(load.experts).keys()], columns: { count: load.first.length, first: load.first, last: load.last },
+        bar: SHARE_BAR, colours: shareColours(),
+        value: (r, c) => share(c, Number(layer.value), r), say: (r, c) => say(load, c, Number(layer.value), r),
+      };
+    },
     controls: make("div", { class: "controls" }, layer),
   });
   slider.addEventListener("input", () => (tell(), overview.querySelector(".plot").redraw(true)));
   layer.addEventListener("change", () => story.querySelector(".plot").redraw(true));
+  onNews(() => {
+    const load = run().load || { first: [], layers: [] };
+    const newest = Math.max(0, load.first.length - 1);
+    const follows = at() === Number(slider.max); // a slider at the newest step stays there
+    slider.max = newest;
+    if (follows) slider.value = newest;
+    tell();
+    const chosen = layer.value;
+    layer.replaceChildren(...load.layers.map((n, i) => make("option", { value: i }, `layer ${n}`)));
+    if (chosen && Number(chosen) < load.layers.length) layer.value = chosen;
+  });
   return [overview, story];
 }
 
 function balanceOf(run) {
-  const [violation, ...others] = MAPS.map((map) => layerMap(run, map));
+  const source = (name) => ({ map: run().maps[name], layers: run().layers });
+  const [violation, ...others] = MAPS.map((map) => layerMap(source, map));
   return [violation, grid(...others), ...loadMaps(run)];
 }
 
+const faultsOf = () => runs.flatMap(({ label, faults }) => faults.map(({ step, text }) => `${several ? `${label}, ` : ""}step ${step.toLocaleString("en")}: ${text}`));
+
+// A section that is there when `needed()`.
+function sectionWhen(needed, parts) {
+  const holder = make("div", {}, ...parts);
+  onNews(() => (holder.hidden = !needed()));
+  return holder;
+}
+
 function build() {
-  document.querySelector("h1").append(runs.map((run) => run.label).join(" · "), " ", make("small", {}, "moefold report"));
-  const [maps, operands] = [make("div", {}), make("div", {})];
+  document.querySelector("h1").append(runs.map((run) => run.label).join(" · "), " ", make("small", {}, command));
   const chosen = make("select", { "aria-label": "run" }, ...runs.map((run, i) => make("option", { value: i }, run.label)));
-  const show = () => {
-    const run = runs[Number(chosen.value)];
-    maps.replaceChildren(...balanceOf(run));
-    operands.replaceChildren(...fp8Maps(run));
-  };
-  chosen.addEventListener("change", show);
+  const run = () => runs[Number(chosen.value)];
+  chosen.addEventListener("change", refresh);
+  const maps = make("div", {}, ...balanceOf(run));
   document.querySelector("main").replaceChildren(
-    facts(),
-    ...(several ? [] : [tiles(runs[0])]),
-    ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", training()),
+    renewed(facts),
+    ...(several ? [] : [renewed(() => tiles(runs[0]))]),
+    sectionWhen(() => faultsOf().length, section("Faults and restarts", "As the run's files have them, the last ones.",
+      renewed(() => [make("ul", { class: "warnings" }, ...faultsOf().map((text) => make("li", {}, text)))]))),
+    ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", viewControls(), training()),
     ...section("Balance", "Balance of expert load, over the whole global batch.", violations()),
     ...section("Layers and experts", several ? "One run at a time: " : "Point at a cell for its numbers.", maps),
-    ...(runs.some((run) => run.fp8) ? section("FP8 operands", several ? "Of the run chosen above, over all ranks and microbatches." : "Over all ranks and microbatches of a recorded step.", operands) : []),
+    sectionWhen(() => runs.some((run) => run.fp8), section("FP8 operands", several ? "Of the run chosen above, over all ranks and microbatches." : "Over all ranks and microbatches of a recorded step.", ...fp8Maps(run))),
   );
   if (several) maps.previousElementSibling.append(chosen);
-  show();
 }
 
 build();
-redrawAll(false);  // at once: a page in the background gets no frame, and the watcher waits for one
+redrawAll(false); // at once: a page in the background gets no frame, and the watcher waits for one
