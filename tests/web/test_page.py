@@ -321,3 +321,13 @@ def test_the_files_of_a_launch_are_saved_as_they_are_shown(page: Page, place: st
             page.get_by_role("button", name=f"save {name}").click()
         assert saved.value.suggested_filename == name
         assert saved.value.path().read_text() == text
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_the_verdict_is_in_sight_at_once_and_wherever_the_page_is_scrolled(page: Page, place: str, width: int):
+    page.set_viewport_size({"width": width, "height": 800})
+    open_at(page, place)
+    expect(page.locator("#brief")).to_be_in_viewport()
+    page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    expect(page.locator("#brief")).to_be_in_viewport()
+    expect(page.locator("#brief")).to_contain_text("fits")
