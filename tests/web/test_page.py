@@ -285,3 +285,49 @@ def test_beside_the_figures_stand_band_warning_and_advice(page: Page, place: str
     page.locator(".advice summary").click()
     expect(page.locator(".advice li")).to_have_count(len(found["advice"]))
     expect(page.locator(".advice li").first).to_contain_text(found["advice"][0]["text"])
+
+
+def test_an_own_price_changes_the_cost_alone_and_stays_in_the_address(page: Page, place: str):
+    open_at(page, place)
+    found = answer_request({**SMALL, **LAYOUT, "tokens": "1e12"})
+    cost = page.locator(".tile", has_text="GPU hours")
+    before = cost.inner_text()
+    page.fill("#c-price", "1000")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile("price=1000"))
+    expect(cost.locator("b")).not_to_have_text(before.splitlines()[0])
+    dollars = page.evaluate("(x) => short(x)", 1000 * found["budget"]["gpu_hours"])
+    expect(cost.locator("b")).to_have_text(f"${dollars}")
+    expect(page.locator("details code").first).not_to_contain_text("price")
+
+
+def test_every_figure_of_speed_has_the_band_of_the_speed(page: Page, place: str):
+    open_at(page, place)
+    found = answer_request({**SMALL, **LAYOUT, "tokens": "1e12"})
+    bands = page.locator(".tile .range").all_inner_texts()
+    assert len(bands) == 6
+    band, speed = found["error_band"], found["tokens_per_s_per_gpu"]
+    low, high = (page.evaluate("(x) => count(x)", band[end]) for end in ("low", "high"))
+    assert bands[0] == f"{low} to {high}"
+    days = [page.evaluate("(x) => short(x)", found["budget"]["days"] * speed / band[end]) for end in ("high", "low")]
+    assert bands[4] == " to ".join(days)
+
+
+def test_the_files_of_a_launch_are_saved_as_they_are_shown(page: Page, place: str):
+    open_at(page, place)
+    page.get_by_text("to launch").click()
+    for name, text in answer_request({**SMALL, **LAYOUT, "tokens": "1e12"})["launch"].items():
+        with page.expect_download() as saved:
+            page.get_by_role("button", name=f"save {name}").click()
+        assert saved.value.suggested_filename == name
+        assert saved.value.path().read_text() == text
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_the_verdict_is_in_sight_at_once_and_wherever_the_page_is_scrolled(page: Page, place: str, width: int):
+    page.set_viewport_size({"width": width, "height": 800})
+    open_at(page, place)
+    expect(page.locator("#brief")).to_be_in_viewport()
+    page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    expect(page.locator("#brief")).to_be_in_viewport()
+    expect(page.locator("#brief")).to_contain_text("fits")

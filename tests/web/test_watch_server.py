@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -25,7 +26,7 @@ def place(folder: Path) -> Iterator[str]:
         yield running
 
 
-def news(place: str, told: object) -> tuple[int, dict[str, object]]:
+def news(place: str, told: object) -> tuple[int, dict[str, Any]]:
     status, _, body = send(place, "GET", f"/news?told={quote(json.dumps(told))}")
     return status, json.loads(body)
 

@@ -6,8 +6,10 @@ const OPEN = [...DEGREES, "mbs", "overlap", "recompute"]; // what a search choos
 const DEFAULT = {
   model: "qwen3-30b-a3b", gpu: "h100", gpus: "16", precision: "bf16", seq: "4096", mbs: "2",
   "parallel.tp": "1", "parallel.cp": "1", "parallel.pp": "4", "pipeline.vpp": "4", "parallel.ep": "4", "parallel.etp": "1",
-  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
+  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12", price: "",
 };
+const OF_PAGE = ["price"]; // keys that the planner does not know
+const asked = (request) => Object.fromEntries(Object.entries(request).filter(([key]) => !OF_PAGE.includes(key)));
 
 // The address holds every key of the request, also keys without a control.
 function fromAddress() {
@@ -28,7 +30,7 @@ async function ask(kind, path, body) {
   asking[kind]?.abort();
   const mine = (asking[kind] = new AbortController());
   try {
-    const response = await fetch(path, { method: "POST", signal: mine.signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+    const response = await fetch(path, { method: "POST", signal: mine.signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked(body)) });
     const reply = await response.json().catch(() => ({ problems: [`the server answered ${response.status}; its terminal shows the error`] }));
     if (asking[kind] !== mine) return null;
     return response.ok ? reply : { problems: reply.problems || [`the server answered ${response.status}`], refused: true };
@@ -95,7 +97,8 @@ const groups = [
     picker("gpu", "GPU", cards.map((c) => [c.name, `${c.name.toUpperCase()} (${c.about})`]), moved),
     slider("gpus", "GPUs", "", moved, { values: powers(1, 16384), free: true, max: 1e6 }),
     picker("precision", "Precision", [], moved),
-    field("tokens", "Token budget", "for days and cost", { type: "text", inputmode: "numeric" }, moved)),
+    field("tokens", "Token budget", "for days and cost", { type: "text", inputmode: "numeric" }, moved),
+    field("price", "Own price", "dollars a GPU hour; empty: the GPU's", { type: "number", min: 0, step: "any" }, moved)),
   group("Batch",
     slider("seq", "Sequence length", "tokens", moved, { values: powers(1024, 1048576), free: true }),
     slider("mbs", "Microbatch", "sequences of one microbatch of a rank", moved),
@@ -144,9 +147,27 @@ const layouts = make("section", { class: "card", hidden: "" });
 const charts = [memory, walls, pipeline];
 
 const count = (x) => (x < 1e6 ? Number(x.toPrecision(4)).toLocaleString("en") : short(x, 4));
-const tile = (big, small, grey) => make("div", { class: grey ? "tile grey" : "tile" }, make("b", {}, big), make("span", {}, small));
+const tile = (big, small, band, grey) => make("div", { class: grey ? "tile grey" : "tile" }, make("b", {}, big), make("span", {}, small), make("span", { class: "range" }, band));
 const missing = (layout) => (layout.not_in_trainer.length ? [`Not in the trainer yet: ${layout.not_in_trainer.join("; ")}.`] : []);
-const launchBlock = (files) => Object.entries(files).flatMap(([name, text]) => [make("h3", {}, name), make("pre", {}, text)]);
+const launchBlock = (files) => Object.entries(files).flatMap(([name, text]) => [make("div", { class: "head" }, make("h3", {}, name), saver(name, text)), make("pre", {}, text)]);
+
+// A button that saves a text as a file.
+function saver(name, text) {
+  const button = make("button", { type: "button", "aria-label": `save ${name}` }, "save");
+  button.addEventListener("click", () => {
+    const place = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
+    make("a", { href: place, download: name }).click();
+    URL.revokeObjectURL(place);
+  });
+  return button;
+}
+
+// What is expected of a figure that grows with the speed, or shrinks with it: the error band of the speed carries over.
+const bandOf = ({ error_band: { low, high }, tokens_per_s_per_gpu: speed }, text) => ({
+  rising: (x) => `${text(x * (low / speed))} to ${text(x * (high / speed))}`,
+  falling: (x) => `${text(x * (speed / high))} to ${text(x * (speed / low))}`,
+});
+const dollarsOf = ({ gpu_hours, dollars }) => (Number(shown.price) > 0 ? gpu_hours * Number(shown.price) : dollars);
 
 function showAnswer(fresh, followed, final) {
   answer = fresh;
@@ -157,12 +178,12 @@ function showAnswer(fresh, followed, final) {
   verdict.replaceChildren(
     make("h2", {}, make("b", {}, `${fresh.fits ? "✓" : "✗"} ${word}`), `: ${room} on the fullest rank`),
     make("div", { class: "tiles" },
-      tile(count(fresh.tokens_per_s_per_gpu), "tokens/s a GPU"),
-      tile(count(fresh.tflops_per_gpu), "TFLOP/s a GPU"),
-      tile(share(fresh.mfu), `MFU (${layout.precision} peak)`),
-      tile(seconds(fresh.step_s), `a step of ${short(fresh.tokens_per_step)} tokens`),
-      tile(`${short(budget.days)} days`, `for ${short(budget.tokens)} tokens`, !fresh.fits),
-      tile(`$${short(budget.dollars)}`, `${short(budget.gpu_hours)} GPU hours`, !fresh.fits)),
+      tile(count(fresh.tokens_per_s_per_gpu), "tokens/s a GPU", bandOf(fresh, count).rising(fresh.tokens_per_s_per_gpu)),
+      tile(count(fresh.tflops_per_gpu), "TFLOP/s a GPU", bandOf(fresh, count).rising(fresh.tflops_per_gpu)),
+      tile(share(fresh.mfu), `MFU (${layout.precision} peak)`, bandOf(fresh, share).rising(fresh.mfu)),
+      tile(seconds(fresh.step_s), `a step of ${short(fresh.tokens_per_step)} tokens`, bandOf(fresh, seconds).falling(fresh.step_s)),
+      tile(`${short(budget.days)} days`, `for ${short(budget.tokens)} tokens`, bandOf(fresh, short).falling(budget.days), !fresh.fits),
+      tile(`$${short(dollarsOf(budget))}`, `${short(budget.gpu_hours)} GPU hours`, `$${bandOf(fresh, short).falling(dollarsOf(budget))}`, !fresh.fits)),
     ...missing(fresh).map((text) => make("p", { class: "problem" }, text)),
     ...(fresh.fits ? [] : [make("p", { class: "remedies" }, `What fits: ${fresh.remedies.join(", or ") || "another layout; see the search"}.`)]),
     ...(followed.length ? [make("p", { class: "followed" }, `Changed to keep the layout legal: ${followed.join(", ")}.`)] : []),
@@ -209,7 +230,7 @@ function command({ name, gpus }) {
   const quoted = (value) => (/^[\w.,+-]+$/.test(value) ? value : `'${value.replaceAll("'", "'\\''")}'`);
   const flags = { overlap: "overlap" };
   const flag = ([key, value]) => (flags[key] ? `--${value === "true" ? "" : "no-"}${flags[key]}` : `--${key} ${quoted(value)}`);
-  return `moefold plan ${name} --gpus ${gpus} ${Object.entries(shown).filter(([key, value]) => !["model", "gpus"].includes(key) && value !== "").map(flag).join(" ")}`;
+  return `moefold plan ${name} --gpus ${gpus} ${Object.entries(asked(shown)).filter(([key, value]) => !["model", "gpus"].includes(key) && value !== "").map(flag).join(" ")}`;
 }
 
 function showRefused(wanted, problems, broken, changes) {
@@ -237,17 +258,17 @@ const going = make("progress", { "aria-label": "searching", hidden: "" });
 const clock = make("span", { class: "doc" });
 
 async function search() {
-  const asked = Object.fromEntries(Object.entries(shown).filter(([key]) => !OPEN.includes(key)));
+  const fixed = Object.fromEntries(Object.entries(asked(shown)).filter(([key]) => !OPEN.includes(key)));
   const began = Date.now();
   const tick = setInterval(() => (clock.textContent = `searching, ${Math.round((Date.now() - began) / 1000)} s`), 250);
   busy(true);
-  const reply = await ask("search", "/answer", { ...asked, search: true });
+  const reply = await ask("search", "/answer", { ...fixed, search: true });
   clearInterval(tick);
   clock.textContent = "";
   busy(false);
   if (!reply) return;
   if (reply.refused) return showNothingFound(reply.problems);
-  found = { ...reply, asked };
+  found = { ...reply, asked: fixed };
   showFound();
   said.textContent = `${reply.layouts.length} layouts found, of ${reply.searched} tried.`;
   layouts.scrollIntoView({ block: "nearest" });
