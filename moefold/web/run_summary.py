@@ -5,6 +5,7 @@ metrics.jsonl   one line per step             -> curves, and maps of layers x st
 router.jsonl    one line every few steps      -> the load of layers x experts x steps, one byte each
 restarts.jsonl  one line per restart          -> facts
 fp8.jsonl       one line every few steps      -> maps of layers x steps of each kind of FP8 operand (fp8_summary.py)
+evaluations.jsonl  one line per `moefold eval` -> figures of files and tasks (evaluations.py)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from moefold.observe.metrics import iterate_records, read_records
 from moefold.observe.progress import compact_number
 from moefold.presets.recipe import recipe_base
 from moefold.web.downsample import DownsampledSeries
+from moefold.web.evaluations import RUN_FILES, read_evaluations
 from moefold.web.fp8_summary import read_fp8_operands
 from moefold.web.page_numbers import MOST_STEPS, JsonObject, as_float_array, round_significant, rounded_values
 
@@ -39,7 +41,6 @@ CODE_UNKNOWN = 255  # code of an expert that was not measured
 HIGHEST_CODE = 254
 SHOWN_RUNS = 5
 SHOWN_RESTARTS = 5
-RUN_FILES = ("config.yaml", "metrics.jsonl")
 
 
 def require_run_folder(folder: Path) -> None:
@@ -163,6 +164,7 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
         "maps": series.map_data(),
         "load": load,
         "fp8": read_fp8_operands(folder / "fp8.jsonl", map_columns // 2),
+        "evaluations": read_evaluations(folder),
     }
 
 

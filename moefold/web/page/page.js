@@ -54,6 +54,13 @@ function training() {
   );
 }
 
+function evaluations() {
+  const figuresText = (figures) => figures.map(([name, value]) => `${name} ${value === null ? "not a number" : short(value, 5)}`).join(", ");
+  const lines = runs.flatMap((run) => run.evaluations.map(([step, name, figures]) =>
+    make("tr", {}, make("th", {}, several ? `${run.label}, step ${step}` : `step ${step}`), make("td", {}, name), make("td", {}, figuresText(figures)))));
+  return make("section", { class: "card facts evaluations" }, make("table", {}, make("tbody", {}, ...lines)));
+}
+
 function violations() {
   const [worst, mean] = [of("worst_violation", "worst layer"), of("mean_violation", "mean over layers")];
   const empty = "no MoE layers were measured in this run";
@@ -188,6 +195,7 @@ function build() {
     facts(),
     ...(several ? [] : [tiles(runs[0])]),
     ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", training()),
+    ...(runs.some((run) => run.evaluations.length) ? section("Evaluations", "Results of moefold eval, by the step of the checkpoint.", evaluations()) : []),
     ...section("Balance", "Balance of expert load, over the whole global batch.", violations()),
     ...section("Layers and experts", several ? "One run at a time: " : "Point at a cell for its numbers.", maps),
     ...(runs.some((run) => run.fp8) ? section("FP8 operands", several ? "Of the run chosen above, over all ranks and microbatches." : "Over all ranks and microbatches of a recorded step.", operands) : []),
