@@ -1,23 +1,31 @@
-"""`moefold eval`: how well the model of a run or of a Hugging Face folder predicts text."""
+"""`moefold eval`: how well the model of a run or of a Hugging Face folder predicts text, on one rank or several."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.text_model_options import TextModelOptions
-from moefold.config.errors import UserError, one_of
+from moefold.cli.text_model_options import TextModelOptions, print_note
+from moefold.cli.train import serve_store
+from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.run import ParallelConfig
+from moefold.layout.environment import read_environment
+from moefold.layout.spawn import run_local_ranks
+from moefold.observe.printer import print_nothing
 from moefold.presets.command_form import CommandForm
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import check_rank_count, read_options
+from moefold.watch.guard import guarded_rank
 
 if TYPE_CHECKING:
     from moefold.train.text_model import TextModel
     from moefold.train.text_scores import ChoiceScore, TextScore
 
 STDLIB_LINES = "stdlib_lines"
-TASKS = (STDLIB_LINES,)
 Results = dict[str, dict[str, Any]]  # figures by the name of a file or task
 
 
@@ -25,16 +33,26 @@ Results = dict[str, dict[str, Any]]  # figures by the name of a file or task
 class EvalOptions(TextModelOptions):
     """Evaluate the model of a run or of a Hugging Face folder: perplexity of files in nats a token and bits a byte, and
     tasks. Without files and tasks the built-in task runs: which of four lines follows in a file of Python's standard
-    library."""
+    library. Results of a run are also written to its folder, for `moefold report`."""
 
     files: tuple[str, ...] = ()
     """Files to predict, or folders of files: text, jsonl, parquet."""
     tasks: tuple[str, ...] = ()
-    """Tasks by name: stdlib_lines."""
+    """Tasks by name: stdlib_lines, or those of lm-evaluation-harness (moefold[eval])."""
+    task_folder: Path | None = None
+    """A folder with tasks of one's own, as YAML files of lm-evaluation-harness."""
     batch: int = 8
     """Sequences that are computed at once."""
+    nproc: int = 1
+    """How many ranks to start on this machine; each holds the whole model and computes its share of the batches."""
     json: bool = False
     """Print JSON instead of a table."""
+
+    @property
+    def task_names(self) -> list[str]:
+        """Names may be given apart or joined by commas."""
+        names = ",".join(self.tasks).split(",")
+        return [name for name in names if name]
 
 
 FORM = CommandForm("eval", EvalOptions)
@@ -42,21 +60,64 @@ FORM = CommandForm("eval", EvalOptions)
 
 def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(FORM, argv)
-    for name in options.tasks:
-        one_of("task", name, TASKS)
+    check_options(options)
+    ranks = check_rank_count(options.nproc)
+    if ranks > 1 and "RANK" not in os.environ:
+        return run_local_ranks(["eval", *argv], ranks, serve_store=serve_store)
+    if read_environment(os.environ).size == 1:
+        evaluate_on_rank(options)
+    else:
+        with guarded_rank():
+            evaluate_on_rank(options)
+    return 0
+
+
+def check_options(options: EvalOptions) -> None:
     if options.batch < 1:
         raise UserError(f"batch = {options.batch} is not legal; expected at least 1, such as 8")
+    folder = options.task_folder
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--task-folder {folder} is no folder; expected one with YAML files of tasks")
     options.require_source()
+    for name in options.task_names:
+        if name != STDLIB_LINES and find_spec("lm_eval") is None:
+            raise UserError(
+                f'no built-in task "{printable_text(name)}"{did_you_mean(name, [STDLIB_LINES])}; expected '
+                f"{STDLIB_LINES}; tasks of lm-evaluation-harness need pip install 'moefold[eval]'"
+            )
 
-    from moefold.train.text_model import load_text_model  # torch, from here on
 
-    text_model = load_text_model(**options.load_arguments())
-    results = evaluate(text_model, options)
+def evaluate_on_rank(options: EvalOptions) -> None:
+    from moefold.comm.host_objects import first_object  # torch, from here on
+    from moefold.layout.process_groups import joined_world
+    from moefold.train.text_model import load_text_model
+
+    with joined_world(ParallelConfig(), options.device) as world:
+        is_first = world.rank == 0
+        arguments = options.load_arguments() | {"device": str(world.device), "ranks": world.everyone}
+        if not is_first:
+            arguments["say"] = print_nothing
+        text_model = load_text_model(**arguments)
+        results = evaluate(text_model, options)
+        if is_first:
+            report_results(options, text_model.step, results)
+        first_object(None, world.everyone)  # all ranks are here: rank 0 may take the store with it
+
+
+def report_results(options: EvalOptions, step: int | None, results: Results) -> None:
+    from moefold.web.evaluations import run_folder_of, write_evaluation  # numpy
+
     if options.json:
-        print(json.dumps({"source": str(options.source), "results": results}))
+        print(json.dumps({"source": str(options.source), "step": step, "results": results}))
     else:
         print_results(results)
-    return 0
+    folder = run_folder_of(options.source)
+    if step is None or folder is None:
+        return
+    try:
+        write_evaluation(folder, step, results)
+    except OSError as error:
+        print_note(f"warning: {folder} takes no evaluations.jsonl ({error}); the report will not show these results")
 
 
 def evaluate(text_model: TextModel, options: EvalOptions) -> Results:
@@ -66,12 +127,15 @@ def evaluate(text_model: TextModel, options: EvalOptions) -> Results:
     for name in options.files:
         score = score_files(text_model, name, options.batch)
         results[name] = text_figures(score)
-    tasks = options.tasks
-    if not tasks and not options.files:
-        tasks = TASKS
-    for name in tasks:
+    names = options.task_names
+    if STDLIB_LINES in names or not (names or options.files):
         found = score_questions(text_model, line_questions(), options.batch)
-        results[name] = choice_figures(found)
+        results[STDLIB_LINES] = choice_figures(found)
+    others = [name for name in names if name != STDLIB_LINES]
+    if others:
+        from moefold.train.harness import run_tasks  # lm_eval
+
+        results |= run_tasks(text_model, others, options.task_folder, options.batch)
     return results
 
 

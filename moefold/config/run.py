@@ -479,6 +479,8 @@ class ObserveConfig:
     )
     profile: bool = key(False, "print time and memory of the tenth step by part; write trace.json for Perfetto")
     tensorboard: bool = key(True, "write TensorBoard events into the run's folder")
+    wandb: str = key("", "project of Weights & Biases to write metrics to (moefold[wandb]); empty: none")
+    mlflow: str = key("", "experiment of MLflow to write metrics to (moefold[mlflow]); empty: none")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
     fp8_every: int = key(10, "steps between lines of fp8.jsonl, figures of every FP8 operand", at_least=1)
     compare_every: int = key(

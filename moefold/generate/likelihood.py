@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from moefold.generate.next_logits import PADDING, TokenIds
+from moefold.generate.rank_batches import ALONE, Numbers, compute_batches, cut_batches
+from moefold.layout.axes import Axis
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.transformer import Transformer
 
@@ -42,22 +44,20 @@ class LabelScores(NamedTuple):
 
 
 def score_continuations(
-    model: Transformer, continuations: Sequence[Continuation], longest: int, batch: int
+    model: Transformer, continuations: Sequence[Continuation], longest: int, batch: int, ranks: Axis = ALONE
 ) -> list[Likelihood]:
-    """One for each, computed in batches of similar lengths. A context that does not fit into `longest` tokens loses its
-    first tokens."""
+    """One for each, computed in batches of similar lengths, in turn by the ranks. A context that does not fit into
+    `longest` tokens loses its first tokens."""
 
     def length_of(number: int) -> int:
         context, tokens = continuations[number]
         return len(context) + len(tokens)
 
+    def score_some(some: Numbers) -> list[Likelihood]:
+        return score_batch(model, [continuations[number] for number in some], longest)
+
     numbers = sorted(range(len(continuations)), key=length_of, reverse=True)
-    found: dict[int, Likelihood] = {}
-    for first in range(0, len(numbers), batch):
-        some = numbers[first : first + batch]
-        scores = score_batch(model, [continuations[number] for number in some], longest)
-        found.update(zip(some, scores, strict=True))
-    return [found[number] for number in range(len(continuations))]
+    return compute_batches(cut_batches(numbers, batch), score_some, ranks)
 
 
 @torch.no_grad()

@@ -77,8 +77,20 @@ def is_record(value: Any) -> bool:
     return isinstance(step, int)
 
 
+def curve_values(record: Record) -> dict[str, float]:
+    """The numbers of a record by the name of their curve. Lists become one curve per layer."""
+    values: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            for layer, layer_value in enumerate(value):
+                values[f"{name}/layer_{layer}"] = layer_value
+        elif name != "step":
+            values[name] = value
+    return values
+
+
 class TensorBoard:
-    """The one file that touches TensorBoard. Lists become one curve per layer."""
+    """The one file that touches TensorBoard."""
 
     def __init__(self, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -86,13 +98,8 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder), purge_step=start)
 
     def write(self, record: Record) -> None:
-        step = record["step"]
-        for name, value in record.items():
-            if isinstance(value, list):
-                for layer, layer_value in enumerate(value):
-                    self.writer.add_scalar(f"{name}/layer_{layer}", layer_value, step)
-            elif name != "step":
-                self.writer.add_scalar(name, value, step)
+        for name, value in curve_values(record).items():
+            self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         self.writer.close()

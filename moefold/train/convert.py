@@ -85,6 +85,7 @@ class WeightSource:
     biases: tuple[str, ...] = ()  # names of the selection biases that are not zero
     adapters: SavedAdapters | None = None  # merged into what `fetch_box` gives
     data: DataConfig | None = None  # of a run
+    step: int | None = None  # of a checkpoint
 
 
 def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Printer) -> None:
@@ -240,7 +241,8 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     biases = nonzero_biases(saved, config.model.moe.experts)
     data = config.data
     tokenizer = tokenizer_folder(data.tokenizer, config.model.vocab)
-    source = WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases, data=data)
+    source = WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases)
+    source = replace(source, data=data, step=found.state["step"])
     if not config.lora.rank:
         return source
     by_weight = weight_adapters(config)

@@ -42,6 +42,7 @@ from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually
 from moefold.train.init_from import checkpoint_weights
 from moefold.train.non_finite import refuse_non_finite
+from moefold.train.open_trackers import open_trackers, require_trackers
 from moefold.train.operand_log import OperandRecorder, open_operand_recorder
 from moefold.train.replica_check import compare_replicas
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
@@ -71,6 +72,7 @@ class RunStart:
 
 def run_training(config: Config, world: World, out: Path, start: RunStart, guard: RankGuard) -> StopRequest | None:
     """Train as configured. Every rank calls this. Returns the request that ended the run before its last step."""
+    require_trackers(config.observe)
     with folder_claims() as claims:
         own = checkpoint_folder(config, out)
         run_on_rank_zero(partial(claim_run_folder, claims, out, own, start.resume), world, out)
@@ -363,6 +365,7 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
         if observe.tensorboard:
             tensorboard = TensorBoard(run.out / "tensorboard", run.step)
             sinks.append(tensorboard)
+        sinks += open_trackers(run.config, run.out, progress.print_message)
     operands = open_operand_recorder(run, last_kept, tensorboard)
     try:
         yield RunRecorder(run, progress, sinks, router_log, routing_log, operands, spikes)

@@ -15,7 +15,7 @@ from moefold.generate.decode import check_prompts, decode_tokens, tokens_that_fi
 from moefold.generate.next_logits import TokenIds, model_logits
 from moefold.generate.sampling import Sampling
 from moefold.generate.text_stream import TextStream
-from moefold.train.text_model import load_text_model
+from moefold.train.text_model import TextModel, load_text_model
 
 ShowText = Callable[[int, str], None]  # the number of a prompt, and text that follows it
 DEFAULT_TOKENS = 200
@@ -39,10 +39,11 @@ class GenerationRequest:
 
 
 class TextGenerator:
-    """`path` is a run, one of its checkpoints or a Hugging Face folder; options are those of `load_text_model`."""
+    """`path` is a run, one of its checkpoints or a Hugging Face folder, and options are those of `load_text_model`; or
+    a text model that is loaded already."""
 
-    def __init__(self, path: str | Path, **options: Any):
-        self.text_model = load_text_model(path, **options)
+    def __init__(self, path: str | Path | TextModel, **options: Any):
+        self.text_model = path if isinstance(path, TextModel) else load_text_model(path, **options)
         self.tokenizer = self.text_model.tokenizer
         self.longest = self.text_model.longest
         self.ends = end_token_ids(self.tokenizer)
@@ -64,7 +65,12 @@ class TextGenerator:
 
     def answer(self, request: GenerationRequest, show: ShowText | None = None) -> list[str]:
         """The text behind each prompt; `show` gets each part as it comes."""
-        prompts = self.encode_prompts(request)
+        return self.continue_ids(self.encode_prompts(request), request, show)
+
+    def continue_ids(
+        self, prompts: Sequence[TokenIds], request: GenerationRequest, show: ShowText | None = None
+    ) -> list[str]:
+        """As `answer`, behind tokens in place of the request's prompts."""
         streams = [TextStream(self.tokenizer, prompt, self.ends, request.stops) for prompt in prompts]
         count = tokens_that_fit(prompts, self.longest, request.tokens)
         vocab = self.tokenizer.size

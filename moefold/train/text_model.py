@@ -1,7 +1,8 @@
-"""A text model: the model and the tokenizer of a run, a checkpoint or a Hugging Face folder, on one rank."""
+"""A text model: the model and the tokenizer of a run, a checkpoint or a Hugging Face folder, whole on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from moefold.checkpoint.hf.read_weights import expert_boxes, local_tensors
 from moefold.config.errors import UserError
 from moefold.config.run import CapacityConfig, Config, ModelConfig
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer, choose_tokenizer, load_tokenizer
+from moefold.generate.likelihood import Continuation, Likelihood, score_continuations
 from moefold.generate.next_logits import TokenIds
-from moefold.layout.axes import World
+from moefold.generate.rank_batches import ALONE
+from moefold.layout.axes import Axis, World
 from moefold.model.transformer import Transformer
 from moefold.observe.printer import Printer, print_nothing
 from moefold.train.convert import (
@@ -28,12 +31,15 @@ from moefold.train.from_hf import WeightFiller, build_to_evaluate, starting_weig
 
 @dataclass(frozen=True)
 class TextModel:
-    """`longest`: tokens of the longest sequence. `is_published`: from a Hugging Face folder."""
+    """`longest`: tokens of the longest sequence. `is_published`: from a Hugging Face folder. `step`: of the checkpoint.
+    `ranks`: those that hold the same model and share the work."""
 
     model: Transformer
     tokenizer: Tokenizer
     longest: int
     is_published: bool
+    step: int | None = None
+    ranks: Axis = ALONE
 
     def encode(self, text: str) -> TokenIds:
         """As published tokenizers encode a text, with the token that begins it; as training encoded texts for a run."""
@@ -42,6 +48,9 @@ class TextModel:
             return tokenizer.encode_whole(text).tolist()
         return tokenizer.encode(text).tolist()
 
+    def score(self, continuations: Sequence[Continuation], batch: int) -> list[Likelihood]:
+        return score_continuations(self.model, continuations, self.longest, batch, self.ranks)
+
 
 def load_text_model(
     path: str | Path,
@@ -49,6 +58,7 @@ def load_text_model(
     precision: str = "auto",
     seq_len: int = DEFAULT_LENGTH,
     say: Printer = print_nothing,
+    ranks: Axis = ALONE,
 ) -> TextModel:
     """`path` is a run, one of its checkpoints or a Hugging Face folder. `precision` auto: bf16 on a GPU, fp32 on a CPU.
     `seq_len`: the longest sequence, at most the model's own."""
@@ -67,7 +77,7 @@ def load_text_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     described = without_capacity(source.model)
     model = build_to_evaluate(described, precision, device, longest, make_filler)
-    return TextModel(model, tokenizer, longest, is_published)
+    return TextModel(model, tokenizer, longest, is_published, source.step, ranks)
 
 
 def without_capacity(model: ModelConfig) -> ModelConfig:

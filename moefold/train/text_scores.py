@@ -12,7 +12,7 @@ from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
 from moefold.data.documents import file_entries, stdlib_documents
 from moefold.data.entries import BadEntry
-from moefold.generate.likelihood import Continuation, score_continuations
+from moefold.generate.likelihood import Continuation
 from moefold.generate.next_logits import TokenIds
 from moefold.train.text_model import TextModel
 
@@ -56,7 +56,7 @@ def score_files(text_model: TextModel, name: str, batch: int) -> TextScore:
     tokens = sum(len(window.tokens) for window in windows)
     if not tokens:
         raise UserError(f"{name} has no token to predict; expected a text of at least two tokens")
-    found = score_continuations(text_model.model, windows, text_model.longest, batch)
+    found = text_model.score(windows, batch)
     nats = -math.fsum(each.log_p for each in found)
     return TextScore(name, tokens, size, nats)
 
@@ -137,7 +137,7 @@ def score_questions(text_model: TextModel, questions: Sequence[LineQuestion], ba
         for choice in question.choices:
             tokens = text_model.tokenizer.encode(choice).tolist()
             continuations.append(Continuation(context, tokens[: text_model.longest]))
-    found = score_continuations(text_model.model, continuations, text_model.longest, batch)
+    found = text_model.score(continuations, batch)
     right = right_by_byte = 0
     for number, question in enumerate(questions):
         first = number * CHOICES

@@ -5,6 +5,7 @@ metrics.jsonl   one line per step             -> curves, and maps of layers x st
 router.jsonl    one line every few steps      -> the load of layers x experts x steps, one byte each (load_series.py)
 fp8.jsonl       one line every few steps      -> maps of layers x steps of each kind of FP8 operand (fp8_summary.py)
 faults.jsonl, restarts.jsonl                  -> faults (fault_list.py)
+evaluations.jsonl                             -> results of `moefold eval` (evaluations.py)
 
 Files are read on from where they were last read, in memory proportional to the page.
 """
@@ -18,6 +19,7 @@ from moefold.config.errors import UserError, printable_text
 from moefold.config.run import Config
 from moefold.presets.recipe import recipe_base
 from moefold.web.downsample import NOTHING_TOLD
+from moefold.web.evaluations import read_evaluations
 from moefold.web.fault_list import FaultList
 from moefold.web.fp8_summary import Fp8Series
 from moefold.web.growing_file import GrowingFile
@@ -115,6 +117,7 @@ class RunSummary:
             "load": self.load.load_data(told.router),
             "fp8": self.fp8.operand_data(told.fp8),
             "faults": self.faults.fault_data(),
+            "evaluations": read_evaluations(self.folder),
         }
 
     def describe_facts(self) -> list[tuple[str, str]]:

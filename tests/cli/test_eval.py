@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moefold.cli import eval as eval_command
 from moefold.cli.main import run_command_line
+from moefold.observe.metrics import read_records
 from tests.support.runs import SMALL, corpus
 
 
@@ -34,10 +36,40 @@ def test_files_and_the_built_in_task_are_scored(run: Path, tmp_path: Path, capsy
     assert "accuracy" in table
 
 
+def test_several_ranks_have_the_results_of_one_and_the_run_keeps_them(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    text = tmp_path / "text.py"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(40)))
+    words = ["eval", str(run), "--files", str(text), "--device", "cpu", "--dtype", "fp64", "--batch", "2", "--json"]
+    found: list[dict[str, float]] = []
+    for ranks in ("1", "2"):
+        capfd.readouterr()
+        assert run_command_line([*words, "--nproc", ranks]) == 0
+        told = json.loads(capfd.readouterr().out.splitlines()[-1])
+        assert told["step"] == 2
+        found.append(told["results"][str(text)])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    kept = [record["results"][str(text)] for record in read_records(run / "evaluations.jsonl")[-2:]]
+    assert kept == found
+
+
+def test_a_task_of_the_harness_is_refused_with_the_cure_where_the_harness_is_missing(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(eval_command, "find_spec", lambda _: None)
+    assert run_command_line(["eval", str(run), "--tasks", "stdlib_lines,stdlib_line"]) == 2
+    said = capsys.readouterr().err
+    assert 'did you mean "stdlib_lines"?' in said
+    assert "pip install 'moefold[eval]'" in said
+
+
 REFUSED = {
-    "an unknown task": (["--tasks", "stdlib_line"], "stdlib_lines"),
     "no batch": (["--batch", "0"], "batch = 0"),
     "no file": (["--files", "nowhere.txt"], "nowhere.txt"),
+    "no folder of tasks": (["--task-folder", "nowhere"], "--task-folder nowhere"),
+    "no ranks": (["--nproc", "0"], "--nproc 0"),
 }
 
 

@@ -72,6 +72,13 @@ function training() {
   );
 }
 
+function evaluations() {
+  const figuresText = (figures) => figures.map(([name, value]) => `${name} ${value === null ? "not a number" : short(value, 5)}`).join(", ");
+  const lines = runs.flatMap((run) => run.evaluations.map(([step, name, figures]) =>
+    make("tr", {}, make("th", {}, several ? `${run.label}, step ${step}` : `step ${step}`), make("td", {}, name), make("td", {}, figuresText(figures)))));
+  return make("section", { class: "card facts evaluations" }, make("table", {}, make("tbody", {}, ...lines)));
+}
+
 function violations() {
   const empty = "no MoE layers were measured in this run";
   if (several) return grid(
@@ -237,6 +244,7 @@ function build() {
     sectionWhen(() => faultsOf().length, section("Faults and restarts", "As the run's files have them, the last ones.",
       renewed(() => [make("ul", { class: "warnings" }, ...faultsOf().map((text) => make("li", {}, text)))]))),
     ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", viewControls(), training()),
+    sectionWhen(() => runs.some((run) => run.evaluations.length), section("Evaluations", "Results of moefold eval, by the step of the checkpoint.", renewed(() => [evaluations()]))),
     ...section("Balance", "Balance of expert load, over the whole global batch.", violations()),
     ...section("Layers and experts", several ? "One run at a time: " : "Point at a cell for its numbers.", maps),
     sectionWhen(() => runs.some((run) => run.fp8), section("FP8 operands", several ? "Of the run chosen above, over all ranks and microbatches." : "Over all ranks and microbatches of a recorded step.", ...fp8Maps(run))),
