@@ -108,7 +108,9 @@ def run_flops_per_token(config: Config) -> float:
 
 
 def adapted_experts(config: Config) -> str:
-    """The key that gives routed experts adapters; empty: they have none."""
+    """The key that gives routed experts adapters, or weights in blocks; empty: they have none."""
+    if config.lora.base != "plain":
+        return f"lora.base = {config.lora.base}"
     if any(is_grouped(spec.product) for spec in adapter_specs(config)):
         return f"lora.rank = {config.lora.rank}"
     return ""

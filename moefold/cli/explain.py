@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.adapters import adapter_parameters, adapters_of_all_ranks, run_flops_per_token
+from moefold.anatomy.frozen_base import base_size_of_all_ranks
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
 from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words, storage_in_words
 from moefold.anatomy.regions import absent_regions, regions_of
@@ -480,14 +481,24 @@ def describe_adapters(config: Config) -> Description | None:
     if not specs:
         return None
     ranks = sorted({spec.rank for spec in specs})
-    return {"products": len(specs), "ranks": ranks, "parameters": adapter_parameters(config)}
+    adapters: Description = {"products": len(specs), "ranks": ranks, "parameters": adapter_parameters(config)}
+    wide = BYTES_PER_ELEMENT[expected_facts(config).dtype]
+    size = base_size_of_all_ranks(config, wide)
+    if size.weights:
+        adapters["base"] = {"format": config.lora.base, **size._asdict(), "plain_bytes": size.weights * wide}
+    return adapters
 
 
 def adapter_line(adapters: Description) -> str:
     ranks = ", ".join(map(str, adapters["ranks"]))
     parameters = human_readable(adapters["parameters"])
     where = f"rank {ranks} at {adapters['products']} products"
-    return f"LoRA: adapters of {where}, {parameters} parameters; all other parameters are frozen"
+    line = f"LoRA: adapters of {where}, {parameters} parameters; all other parameters are frozen"
+    base = adapters.get("base")
+    if base is None:
+        return line
+    size = f"{base['bytes'] / GIB:,.2f} GiB in place of {base['plain_bytes'] / GIB:,.2f}"
+    return f"{line}, {human_readable(base['weights'])} of them in blocks of {base['format']}, {size}"
 
 
 def model_headline(explanation: Description) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from moefold.config.entry_lists import problems_of_entries
 from moefold.config.lora_targets import parse_targets
+from moefold.config.precision_rules import ENTRIES, RECIPE, recipes_in_use
 from moefold.config.rule import ConfigOnRanks, RuleList
 
 RANK = "lora.rank"
+BASE = "lora.base"
 
 LORA_RULES = RuleList()
 
@@ -77,3 +79,47 @@ def frozen_base_is_not_clipped(c: ConfigOnRanks) -> bool:
 )
 def selection_biases_stay(c: ConfigOnRanks) -> bool:
     return not (has_adapters(c) and c.model.moe.balance.bias_rate > 0)
+
+
+def has_blocks(c: ConfigOnRanks) -> bool:
+    return c.lora.base != "plain"
+
+
+@LORA_RULES.rule(
+    "a base in blocks is frozen",
+    (BASE, RANK),
+    why="weights that are trained are not stored in blocks",
+    fix="set lora.rank to 16, or lora.base to plain",
+)
+def base_in_blocks_is_frozen(c: ConfigOnRanks) -> bool:
+    return has_adapters(c) or not has_blocks(c)
+
+
+@LORA_RULES.rule(
+    "a base in blocks has plain products",
+    (BASE, RECIPE, ENTRIES),
+    why="products of blocks multiply what these stand for, in the model's precision",
+    fix="set precision.recipe to plain, or lora.base to plain",
+)
+def base_in_blocks_has_plain_products(c: ConfigOnRanks) -> bool:
+    return not has_blocks(c) or not any(spec.quantises for spec in recipes_in_use(c))
+
+
+@LORA_RULES.rule(
+    "a base in blocks is in no whole graph",
+    (BASE, "memory.graphs"),
+    why="the host reads how many rows each expert has, to dequantise those that have some",
+    fix="set memory.graphs to none",
+)
+def base_in_blocks_is_in_no_graph(c: ConfigOnRanks) -> bool:
+    return not has_blocks(c) or c.memory.graphs == "none"
+
+
+@LORA_RULES.rule(
+    "a base in blocks is not invariant",
+    (BASE, "kernels.invariant"),
+    why="products of blocks are not written for it",
+    fix="set kernels.invariant to false, or lora.base to plain",
+)
+def base_in_blocks_is_not_invariant(c: ConfigOnRanks) -> bool:
+    return not (has_blocks(c) and c.kernels.invariant)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from moefold.config.run import ModelConfig
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_blocks import Held, held_blocks_of
 
-ParameterSlice = tuple[str, DeclaredParameter, Tensor]  # name, parameter, view to fill
+ParameterSlice = tuple[str, DeclaredParameter, Held]  # name, parameter, view to fill
 
 
 def output_std(model: ModelConfig) -> float:
@@ -44,26 +45,30 @@ def parameter_slices(parameters: Iterable[DeclaredParameter]) -> Iterator[Parame
     """A whole parameter, or each expert's matrix of a stacked one."""
     for parameter in parameters:
         name = parameter.name
-        tensor = parameter.tensor
+        held = held_blocks_of(parameter.tensor) or parameter.tensor
         if not parameter.declaration.stacked:
-            yield name, parameter, tensor
+            yield name, parameter, held
             continue
         first, _ = parameter.part[0]
-        views = tensor.unbind(0)
+        views = held.unbind()
         for expert, view in enumerate(views, start=first):
             yield f"{name}/{expert}", parameter, view
 
 
 @torch.no_grad()
-def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: Tensor, seed: int) -> None:
+def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: Held, seed: int) -> None:
+    values = initial_values(name, parameter, seed)
+    view.copy_(values)
+
+
+def initial_values(name: str, parameter: DeclaredParameter, seed: int) -> Tensor:
+    """This rank's part of a slice, or the number that all its values are."""
     declaration = parameter.declaration
     std = declaration.std
     if std is None:
-        view.fill_(1.0)
-        return
+        return torch.ones((), device="cpu")
     if std == 0:
-        view.zero_()
-        return
+        return torch.zeros((), device="cpu")
     # the whole slice is drawn on every rank, which keeps its part
     stacked = declaration.stacked
     shape = declaration.shape[stacked:]
@@ -73,8 +78,7 @@ def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: Tensor, 
     whole.normal_(0.0, std, generator=generator)
     part = parameter.part[stacked:]
     held = [slice(start, start + size) for start, size in part]
-    kept = whole[tuple(held)]
-    view.copy_(kept)
+    return whole[tuple(held)]
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from moefold.anatomy.adapters import adapter_specs
+from moefold.anatomy.frozen_base import base_products
 from moefold.anatomy.products import product_recipes
 from moefold.anatomy.stage_contents import pipeline_stages, rank_of_each_stage
 from moefold.checkpoint.live.logical_tensors import StateProvider
 from moefold.comm.consensus import raise_first_problem
 from moefold.comm.host_objects import broadcast_object
+from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
@@ -48,6 +50,7 @@ from moefold.optim.spike_judge import SpikeJudge
 from moefold.optim.step_scalars import StepScalars
 from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
+from moefold.precision.base_blocks import hold_base
 from moefold.precision.fp8_scatter_sum import attach_fp8_sums
 from moefold.precision.low_rank import attach_adapters
 from moefold.precision.operand_statistics import OperandStatistics
@@ -255,17 +258,21 @@ def build_model(
     config: Config, world: World, kernels: BoundKernels, start: Callable[[Transformer], None] | None = None
 ) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
-    which gives every parameter its value. With zero3 parameters have no memory until they are shared out."""
+    which gives every parameter its value. With zero3 parameters have no memory until they are shared out; those of a
+    base in blocks never have."""
     choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
     homes = rank_of_each_stage(config)
     stages = [stage for stage, home in zip(pipeline_stages(config), homes, strict=True) if home == here]
     is_whole = config.shard.mode == "zero1"
-    memory = nullcontext() if is_whole else parameters_without_memory()
+    base = BASE_FORMATS.get(config.lora.base)
+    memory = nullcontext() if is_whole and base is None else parameters_without_memory()
     with world.device, default_dtype(DTYPES[config.train.precision]), memory:
         model = Transformer(config.model, choices, stages)
     recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
+    if base is not None:
+        hold_base(model, base, [product.name for product in base_products(config)], kernels)
     if is_whole and start is not None:
         start(model)
     elif is_whole:

@@ -190,6 +190,8 @@ def introduction_lines(run: Run) -> list[str]:
     sizes = f"{total} parameters, {active} active per token"
     if config.lora.rank:
         sizes += f", {compact_number(adapter_parameters(config))} trained in adapters"
+    if config.lora.base != "plain":
+        sizes += f" beside a base in {config.lora.base}"
     tokens = compact_number(run.loader.sequences.tokens)
     held_out = compact_number(run.validation.sequences.tokens)
     text = f"{tokens} tokens of {config.data.source}, {held_out} held out"

@@ -454,3 +454,17 @@ def test_a_run_with_adapters_tells_what_is_trained_and_which_kernel_its_experts_
     chosen = found["kernels"]["expert_mlp"]
     assert chosen["implementation"] == "reference"
     assert "lora.rank = 16" in chosen["why"]
+
+
+def test_a_base_in_blocks_tells_its_bytes(explained: Any, capsys: pytest.CaptureFixture[str]):
+    words = ["qwen3-30b-a3b", "--lora.rank", "16", "--lora.base", "nf4", "--train.precision", "bf16"]
+    words += ["--model.moe.balance.bias_rate", "0"]
+    found = explained(*words)
+    base = found["adapters"]["base"]
+    assert base["format"] == "nf4"
+    assert base["plain_bytes"] == 2 * base["weights"]
+    assert base["bytes"] == base["weights"] * (4 + 16 / 64) / 8
+    assert "lora.base = nf4" in found["kernels"]["expert_mlp"]["why"]
+    assert run_command_line(["explain", *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "29.9 G of them in blocks of nf4, 14.79 GiB in place of 55.69" in shown

@@ -85,6 +85,8 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         "2",
         "--lora.targets",
         "*.attention.*",
+        "--lora.base",
+        "nf4",
         "--model.moe.balance.bias_rate",
         "0",
         *corpus(tmp_path),

@@ -36,6 +36,16 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "a frozen base is not clipped": [("--lora.rank=4 --optim.qk_clip=50", 1, "optim.qk_clip = 50")],
     "selection biases of a frozen base stay": [("--lora.rank=4", 1, "model.moe.balance.bias_rate = 0.01")],
+    "a base in blocks is frozen": [("--lora.base=nf4", 1, "lora.base = nf4, lora.rank = 0")],
+    "a base in blocks has plain products": [
+        ("--lora.rank=4 --lora.base=nf4 --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
+    ],
+    "a base in blocks is in no whole graph": [
+        ("--lora.rank=4 --lora.base=fp8 --memory.graphs=whole", 1, "lora.base = fp8, memory.graphs = whole"),
+    ],
+    "a base in blocks is not invariant": [
+        ("--lora.rank=4 --lora.base=mxfp4 --kernels.invariant=true", 1, "kernels.invariant = true"),
+    ],
     "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
     "fully sharded weights have no quantised copies": [
         ("--shard.mode=zero3 --precision.recipe=fp8_block", 2, "shard.mode = zero3"),

@@ -20,6 +20,7 @@ from moefold.comm.host_objects import broadcast_object, gather_objects, scatter_
 from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig
 from moefold.layout.axes import World
+from moefold.layout.held_blocks import values_of
 
 ALWAYS_FP32 = ("e_score_correction_bias",)  # fp32 whatever the dtype of the weights
 
@@ -105,7 +106,7 @@ def refuse_lost_biases(held: dict[str, list[LocalTensor]], table: NameTable, wor
     lost: set[str] = set()
     for name, parts in held.items():
         written = name in table.pieces_by_ours
-        if not written and any(bool(part.tensor.count_nonzero()) for part in parts):
+        if not written and any(bool(values_of(part.tensor).count_nonzero()) for part in parts):
             lost.add(name)
     names = sorted(union_of_sets(lost, world.pp))  # all ranks of a stage hold the same biases
     if names:
@@ -173,4 +174,4 @@ class GatheredBoxes:
         source_box = relative_box(shared, local.part)
         target_box = relative_box(shared, box)
         source = local.tensor[box_slices(source_box)]
-        values[box_slices(target_box)].copy_(source)
+        values[box_slices(target_box)].copy_(values_of(source))

@@ -20,6 +20,7 @@ from moefold.comm.consensus import result_of_every_rank
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_blocks import Held, held_blocks_of
 from moefold.layout.held_share import held_share_of
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -31,7 +32,7 @@ MOST_GUESSES = 2000  # missing names for which similar ones are looked for; more
 class LocalTensor:
     """A part of one of our tensors that this rank holds: its values, and its box in the whole tensor."""
 
-    tensor: torch.Tensor
+    tensor: Held
     part: Box
     stacked: bool = False  # dim 0 counts experts
 
@@ -56,7 +57,8 @@ def local_parts(values: Tensor, parameter: DeclaredParameter) -> list[LocalTenso
     share = held_share_of(parameter.tensor)
     if share is None:
         part = tuple(parameter.part)
-        return [LocalTensor(values, part, stacked)]
+        held = held_blocks_of(parameter.tensor) or values
+        return [LocalTensor(held, part, stacked)]
     first, flat = share
     parts: list[LocalTensor] = []
     for begin, box in boxes_in_whole(first, first + len(flat), parameter):
@@ -155,7 +157,7 @@ def fill_local_tensor(name: str, held: LocalTensor, weights: FolderWeights, tabl
     """Fill one tensor, a stacked one expert by expert. A selection bias that the family lacks is zero."""
     pieces = table.pieces_by_ours.get(name, [])
     if not pieces and is_selection_bias(name):
-        held.tensor.zero_()
+        held.tensor.copy_(torch.zeros(()))
         return
     if not pieces:
         raise UserError(f'"{name}" has no place in the name table of this family; the model differs from config.json')

@@ -18,14 +18,17 @@ from moefold.checkpoint.format.boxes import (
     IndexedBox,
     box_corner,
     box_sizes,
+    box_slices,
     element_count,
     flat_range_boxes,
+    relative_box,
     shifted_box,
     whole_box,
 )
 from moefold.checkpoint.format.ledger import TensorSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaredParameter, PartOfTensor, declared_parameters
+from moefold.layout.held_blocks import HeldBlocks, held_blocks_of
 from moefold.layout.held_share import held_share_of
 from moefold.shard.storage import LogicalValues
 
@@ -161,15 +164,33 @@ def hold_flat_box(box: Box, first: int, values: FlatValues) -> HeldBox:
 
 
 def part_of_parameter(tensor: Tensor, parameter: DeclaredParameter) -> TensorPart:
-    """A parameter of which this rank holds its part whole, or a share of the part."""
+    """A parameter of which this rank holds its part whole, in blocks, or a share of the part."""
     share = held_share_of(parameter.tensor)
     if share is not None:
         return part_of_state(parameter, share.first, share.values)
+    blocks = held_blocks_of(parameter.tensor)
+    if blocks is not None:
+        return part_in_blocks(parameter, blocks)
     declaration = parameter.declaration
     box = tuple(parameter.part)
     held = hold_box(box, tensor)
     shape = declaration.shape
     return TensorPart(shape, tensor.dtype, [held], declaration.stacked)
+
+
+def part_in_blocks(parameter: DeclaredParameter, blocks: HeldBlocks) -> TensorPart:
+    """What the blocks stand for, in boxes of one expert, so that one is dequantised at a time."""
+    declaration = parameter.declaration
+    box = tuple(parameter.part)
+    boxes = [box]
+    if declaration.stacked:
+        (first, count), *rest = box
+        boxes = [((expert, 1), *rest) for expert in range(first, first + count)]
+    held: list[HeldBox] = []
+    for part in boxes:
+        window = blocks[box_slices(relative_box(part, box))]
+        held.append(HeldBox(part, window.dequantised, window.copy_))
+    return TensorPart(declaration.shape, blocks.dtype, held, declaration.stacked)
 
 
 def as_tensor_part(tensor: LogicalTensor) -> TensorPart:

@@ -41,6 +41,11 @@ def e8m0_scale(amax: Tensor, rounding: ScaleRounding) -> Tensor:
     """The scale's byte, uint8, from an fp32 amax."""
     find_exponent = exponent_above if rounding == "up" else exponent_below
     exponent = find_exponent(amax)
+    return e8m0_byte(exponent, amax)
+
+
+def e8m0_byte(exponent: Tensor, amax: Tensor) -> Tensor:
+    """e + 127 as uint8; NaN where amax is not finite."""
     is_finite = amax.isfinite()
     byte = torch.where(is_finite, exponent, NAN_SCALE)
     return byte.to(torch.uint8)
@@ -60,10 +65,11 @@ def exponent_above(amax: Tensor) -> Tensor:
     return exponent + is_above.int()
 
 
-def exponent_below(amax: Tensor) -> Tensor:
+def exponent_below(amax: Tensor, of_largest: int = LARGEST_EXPONENT) -> Tensor:
+    """e + 127 for the exponent of amax less that of the format's largest number; e is at least -127."""
     bits = amax.view(torch.int32)
     exponent = bits >> MANTISSA_BITS
-    below = exponent - LARGEST_EXPONENT
+    below = exponent - of_largest
     return below.clamp(min=0)
 
 
@@ -78,10 +84,18 @@ def power_of_two(byte: Tensor) -> Tensor:
     return torch.where(is_nan, torch.nan, value)
 
 
-def quantise_mxfp8(x: Tensor, rounding: ScaleRounding = "up") -> Quantised:
-    """Blocks along the last dim, whose size is a multiple of 32. Scales: uint8, with that dim 32 times smaller."""
+def inverse_power(byte: Tensor) -> Tensor:
+    """2^(127 - byte) in fp32; NaN for 255."""
+    is_nan = byte == NAN_SCALE
+    inverse = 2 * BIAS - byte.int()
+    inverse = torch.where(is_nan, NAN_SCALE, inverse)
+    return power_of_two(inverse)
+
+
+def quantise_mxfp8(x: Tensor, rounding: ScaleRounding = "up", block: int = MX_BLOCK) -> Quantised:
+    """Blocks along the last dim, whose size is a multiple of a block. Scales: uint8, one for a block."""
     wide = x.float()
-    blocks = in_blocks(wide, -1, MX_BLOCK)
+    blocks = in_blocks(wide, -1, block)
     amax = largest_magnitude(blocks, -1)
     scales = e8m0_scale(amax, rounding)
     values = round_blocks(blocks, scales[..., None])
@@ -102,18 +116,15 @@ def quantise_mxfp8_squares(w: Tensor, rounding: ScaleRounding = "up") -> Quantis
 
 def round_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
     is_nan = scales == NAN_SCALE
-    inverse = 2 * BIAS - scales.int()
-    inverse = torch.where(is_nan, NAN_SCALE, inverse)
-    factor = power_of_two(inverse)
-    scaled = blocks * factor
+    scaled = blocks * inverse_power(scales)
     largest = E4M3.largest
     clamped = scaled.clamp(-largest, largest)
     sound = torch.where(is_nan, torch.nan, clamped)
     return sound.to(E4M3.dtype)
 
 
-def dequantise_mxfp8(quantised: Quantised) -> Tensor:
-    """fp32 values, exact. Scales of one row each, or of squares of 32 rows."""
+def dequantise_mxfp8(quantised: Quantised, block: int = MX_BLOCK) -> Tensor:
+    """fp32 values, exact. Scales of one row each, or of squares of a block."""
     values, scales = quantised
     factors = power_of_two(scales)
-    return values.float() * scale_of_values(factors, values, MX_BLOCK)
+    return values.float() * scale_of_values(factors, values, block)

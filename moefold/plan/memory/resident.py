@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from moefold.anatomy.adapters import adapter_specs
+from moefold.anatomy.frozen_base import base_size
 from moefold.config.run import OptimConfig
 from moefold.layout.placement import GRID_AXES
 from moefold.plan.layer.layer_costs import ParameterClass
@@ -81,17 +82,20 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
 
 
 def with_adapters(s: RunSetting, base: ResidentState) -> ResidentState:
-    """The state of a rank that trains adapters beside the frozen weights of `base`. Adapters are counted as if spread
-    evenly over pipeline ranks, and shared out among replicas as the base would be."""
+    """The state of a rank that trains adapters beside the frozen weights of `base`. Adapters, and weights in blocks,
+    are counted as if spread evenly over pipeline ranks, adapters shared out among replicas as the base would be."""
     specs = adapter_specs(s.config)
     adapters = sum(spec.parameters for spec in specs) / s.parallel.pp
     trained = adapters / base.parameters
+    wide = s.recipe.wide
+    blocks = base_size(s.config, wide)
+    saved = (blocks.weights * wide - blocks.bytes) / s.parallel.pp
     return replace(
         base,
         parameters=base.parameters + adapters,
         share=base.share * trained,
         reduced=base.reduced * trained,
-        weights=base.weights + adapters * s.recipe.wide,
+        weights=base.weights - saved + adapters * wide,
         gradients=base.gradients * trained,
         main=base.main * trained,
         moments=base.moments * trained,

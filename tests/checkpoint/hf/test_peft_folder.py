@@ -19,12 +19,15 @@ from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.checkpoint.hf.peft_folder import peft_adapter, write_adapter
 from moefold.checkpoint.hf.read_weights import local_tensors
 from moefold.cli.main import run_command_line
+from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.errors import UserError
 from moefold.config.run import Config, DataConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.held_blocks import held_blocks_of
 from moefold.model.transformer import Transformer
 from moefold.observe.printer import print_nothing
+from moefold.precision.base_blocks import empty_blocks
 from moefold.train.assemble import assemble_run, build_model, choose_kernels
 from moefold.train.from_hf import starting_weights
 from moefold.train.resume import begin_checkpoint, make_background_saver
@@ -87,6 +90,28 @@ def test_peft_gives_our_logits(case: str, tmp_path: Path):
         close(wrapped(ids).logits, expected)
         assert float((expected - base).abs().max()) > 1e-2 * float(expected.abs().max())
         close(wrapped.merge_and_unload()(ids).logits, expected)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "deepseek v3", "gpt-oss"])
+def test_a_folder_fills_a_base_in_blocks(case: str, tmp_path: Path):
+    """Blocks are those of the weights that a plain base has, whatever pieces of files a weight is joined from."""
+    kind, options = CASES[case]
+    folder = save(make(kind, **options), tmp_path / "hf")
+    plain = dict(adapted_model(folder, LORA)[0].named_parameters())
+    ours, _, _ = adapted_model(folder, replace(LORA, base="mxfp4"))
+    held = 0
+    for name, parameter in ours.named_parameters():
+        blocks = held_blocks_of(parameter)
+        if blocks is None:
+            assert torch.equal(parameter, plain[name])
+            continue
+        expected = empty_blocks(plain[name], BASE_FORMATS["mxfp4"])
+        expected.copy_(plain[name].detach())
+        assert torch.equal(blocks.dequantised(), expected.dequantised()), name
+        held += 1
+    assert held > 5
+    with torch.no_grad():
+        assert bool(ours.logits(tokens()).isfinite().all())
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:

@@ -71,3 +71,12 @@ def test_states_of_a_run_with_adapters_are_those_of_the_adapters():
     assert rank.weights == pytest.approx(2 * rank.parameters)
     assert rank.main + rank.moments == pytest.approx(12 * adapters)
     assert rank.gradients <= 4 * adapters * 1.001
+
+
+def test_a_base_in_blocks_is_counted_in_its_bits():
+    words = "--lora.rank=16 --train.precision=bf16 --train.device=cuda --train.global_batch=4 --train.micro_batch=4"
+    plain = planned("qwen3-30b-a3b", words)
+    held = planned("qwen3-30b-a3b", words + " --lora.base=nf4")
+    assert held.parameters == plain.parameters
+    assert held.weights == pytest.approx(plain.weights - 29.9e9 * (2 - 4.25 / 8), rel=0.001)
+    assert held.moments == plain.moments

@@ -1,0 +1,46 @@
+"""Blocks that stand for a frozen parameter: the parameter has its shape and dtype, and no values of its own.
+
+Whoever fills, saves or loads weights writes and reads the blocks instead (precision/base_blocks.py makes them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class HeldBlocks(Protocol):
+    """Values of a parameter, or of whole rows of it. A window reads and writes the same memory."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def __getitem__(self, window: tuple[slice, ...]) -> HeldBlocks: ...
+    def unbind(self) -> Sequence[HeldBlocks]: ...
+    def numel(self) -> int: ...
+
+    def copy_(self, values: Tensor) -> object:
+        """Quantise these values in place of those before; they are broadcast."""
+        ...
+
+    def dequantised(self) -> Tensor:
+        """In the parameter's dtype: what products read."""
+        ...
+
+
+Held = Tensor | HeldBlocks
+
+
+def attach_held_blocks(parameter: Tensor, blocks: HeldBlocks) -> None:
+    parameter.held_blocks = blocks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def held_blocks_of(parameter: Tensor) -> HeldBlocks | None:
+    """The blocks that stand for the parameter; None where it has values."""
+    return getattr(parameter, "held_blocks", None)
+
+
+def values_of(held: Held) -> Tensor:
+    return held if isinstance(held, Tensor) else held.dequantised()

@@ -1,0 +1,237 @@
+"""A frozen base in blocks of few bits (QLoRA): weights are dequantised where a product reads them, a matrix at a time.
+
+    hold_base(model, format, products, kernels)
+
+Forward and data gradient both dequantise, and nothing of it is saved. Of routed experts, those that got rows are
+dequantised some at a time, so that a buffer has at most `MOST_VALUES` values, or one matrix. Products read what the
+blocks stand for, in the model's precision.
+
+A block and its scale depend on the values of one row alone. What blocks stand for, quantised again, is the same: a
+checkpoint has these values, as it has those of any weight, and a resumed run has the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moefold.config.base_formats import BaseFormat
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.grouped_gemm import grouped_gemm, rows_per_expert
+from moefold.kernels.linear.linear import DENSE_PRODUCTS
+from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
+from moefold.kernels.quantise.fp8 import BLOCK, E4M3, Quantised
+from moefold.kernels.quantise.mxfp4 import dequantise_mxfp4, quantise_mxfp4
+from moefold.kernels.quantise.mxfp8 import dequantise_mxfp8, quantise_mxfp8
+from moefold.kernels.quantise.nf4 import dequantise_nf4, quantise_nf4
+from moefold.layout.declare import declared_parameters
+from moefold.layout.gradient_sink import underlying_parameter
+from moefold.layout.held_blocks import attach_held_blocks, held_blocks_of
+from moefold.precision.linear import RecipeTensors
+from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
+
+MOST_VALUES = 1 << 24  # of several experts, dequantised at a time
+
+
+class BlockCodec(NamedTuple):
+    """Values along the last dim to blocks, and back in fp32."""
+
+    quantise: Callable[[Tensor], Quantised]
+    dequantise: Callable[[Quantised], Tensor]
+    dtype: torch.dtype = torch.uint8  # of the values as stored
+
+
+CODECS = {
+    "fp8": BlockCodec(partial(quantise_mxfp8, block=BLOCK), partial(dequantise_mxfp8, block=BLOCK), E4M3.dtype),
+    "nf4": BlockCodec(quantise_nf4, dequantise_nf4),
+    "mxfp4": BlockCodec(quantise_mxfp4, dequantise_mxfp4),
+}
+
+
+@dataclass(frozen=True)
+class BaseBlocks:
+    """Rows of a weight in blocks. `values` and `scales` have the weight's dims but the last."""
+
+    format: BaseFormat
+    values: Tensor
+    scales: Tensor
+    width: int
+    dtype: torch.dtype  # of the weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-1], self.width
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def __getitem__(self, window: tuple[slice, ...]) -> BaseBlocks:
+        """A window of whole rows."""
+        *rows, columns = window
+        whole = range(self.width)
+        assert whole[columns] == whole, f"columns {columns} of rows of {self.width} values; blocks are of whole rows"
+        return self.select(tuple(rows))
+
+    def select(self, rows: int | slice | tuple[slice, ...]) -> BaseBlocks:
+        return replace(self, values=self.values[rows], scales=self.scales[rows])
+
+    def unbind(self) -> Sequence[BaseBlocks]:
+        return [self.select(i) for i in range(len(self.values))]
+
+    def as_matrices(self, lead: Sequence[int]) -> BaseBlocks:
+        """The same rows, counted by these dims."""
+        values = self.values.view(*lead, -1)
+        scales = self.scales.view(*lead, -1)
+        return replace(self, values=values, scales=scales)
+
+    def copy_(self, values: Tensor) -> None:
+        rounded = values.to(self.values.device, self.dtype)
+        rounded = rounded.expand(self.shape)
+        missing = -self.width % self.format.block
+        padded = pad(rounded, (0, missing))
+        quantise = CODECS[self.format.name].quantise
+        quantised = quantise(padded)
+        self.values.copy_(quantised.values)
+        self.scales.copy_(quantised.scales)
+
+    def dequantised(self) -> Tensor:
+        dequantise = CODECS[self.format.name].dequantise
+        wide = dequantise(Quantised(self.values, self.scales))
+        return wide[..., : self.width].to(self.dtype)
+
+
+def empty_blocks(weight: Tensor, format: BaseFormat) -> BaseBlocks:
+    """Blocks without values for a weight of this shape and dtype."""
+    *rows, width = weight.shape
+    blocks = format.blocks(width)
+    row_bytes = blocks * format.block * format.bits // 8
+    stored = CODECS[format.name].dtype
+    values = weight.new_empty((*rows, row_bytes), dtype=stored)
+    scale = torch.uint8
+    if format.scale_bytes is None:  # a magnitude of the weight, which its own precision holds
+        scale = weight.dtype if weight.itemsize == 2 else torch.float32
+    scales = weight.new_empty((*rows, blocks), dtype=scale)
+    return BaseBlocks(format, values, scales, width, weight.dtype)
+
+
+class PlainRows(NamedTuple):
+    """Rows of an input or a gradient as they are. `ends_E`: where each expert's end; None: of a dense layer."""
+
+    rows: Tensor
+    ends_E: Tensor | None
+
+
+class BlockRecipe:
+    """Products of plain rows with weights in blocks."""
+
+    keeps: KeptOperand = "rows"
+    row_multiple = 1
+    rounds_by_token = False
+
+    def __init__(self, format: BaseFormat, kernels: BoundKernels):
+        self.name = format.name
+        products = BlockProducts(kernels)
+        self.products: Products | None = products
+
+    def input(self, x: Tensor, rows: ExpertRows | None) -> PlainRows:
+        ends_E = None if rows is None else rows.ends_E
+        return PlainRows(x, ends_E)
+
+    def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> PlainRows:
+        return self.input(dy, rows)
+
+    def weight(self, w: Tensor) -> BaseBlocks:
+        parameter = underlying_parameter(w)
+        blocks = held_blocks_of(parameter)
+        assert isinstance(blocks, BaseBlocks), "a weight of this recipe is held in blocks"
+        return blocks.as_matrices(w.shape[:-1])
+
+    def state(self) -> RecipeTensors:
+        return {}
+
+
+class BlockProducts:
+    """Forward and data gradient. `most`: values of several experts that are dequantised at a time."""
+
+    def __init__(self, kernels: BoundKernels, most: int = MOST_VALUES):
+        self.multiply_rows = kernels[grouped_gemm]
+        self.most = most
+
+    def forward(self, x: PlainRows, w: BaseBlocks, bias: Tensor | None) -> Tensor:
+        if x.ends_E is not None:
+            return self.multiply_experts(x.rows, w, x.ends_E, is_data=False)
+        return DENSE_PRODUCTS.forward(Operand(x.rows), Operand(w.dequantised()), bias)
+
+    def data(self, dy: PlainRows, w: BaseBlocks, into: Tensor | None) -> Tensor:
+        if dy.ends_E is None:
+            return DENSE_PRODUCTS.data(Operand(dy.rows), Operand(w.dequantised()), into)
+        dx_RD = self.multiply_experts(dy.rows, w, dy.ends_E, is_data=True)
+        return dx_RD if into is None else into.add_(dx_RD)
+
+    def weight(self, dy: PlainRows, x: PlainRows, weight: Tensor) -> Tensor | None:
+        raise AssertionError("a base in blocks is frozen: its weights have no gradient")
+
+    def multiply_experts(self, x: Tensor, w: BaseBlocks, ends_E: Tensor, is_data: bool) -> Tensor:
+        """Rows (R, D) times the transposed matrices (E, N, D) of their experts; of gradients (R, N), times the matrices
+        themselves. Rows behind the last end are zero."""
+        _, outputs, inputs = w.shape
+        width = inputs if is_data else outputs
+        y = x.new_zeros(len(x), width)
+        counts = rows_per_expert(ends_E)
+        for experts, rows in expert_runs(counts, self.most // (outputs * inputs)):
+            matrices = w.select(experts).dequantised()
+            left = x[rows].contiguous()
+            right = matrices.mT if is_data else matrices
+            ends = ends_E[experts] - rows.start
+            y[rows] = self.multiply_rows(left, right, ends)
+        return y
+
+
+def expert_runs(counts: Sequence[int], most: int) -> Iterator[tuple[slice, slice]]:
+    """Neighbouring experts with rows, at most so many at a time (one at least), and their rows."""
+    first = 0
+    start = 0
+    end = 0
+    for expert, count in enumerate([*counts, 0]):
+        is_full = expert - first >= max(most, 1)
+        if count == 0 or is_full:
+            if end > start:
+                yield slice(first, expert), slice(start, end)
+            first = expert if count else expert + 1
+            start = end
+        end += count
+
+
+@torch.no_grad()
+def hold_base(model: nn.Module, format: BaseFormat, products: Iterable[str], kernels: BoundKernels) -> None:
+    """Give the weights of these products blocks in place of memory, and all other parameters their memory. The model
+    was declared without; products of other pipeline ranks are left."""
+    recipe = BlockRecipe(format, kernels)
+    here = named_products(model)
+    held: set[int] = set()  # declarations of weights, by identity
+    for name in products:
+        if name in here:
+            product = here[name]
+            product.use_recipe(recipe, kernels)
+            held.add(id(placed_weight(product).declaration))
+    for parameter in declared_parameters(model):
+        tensor = parameter.tensor
+        if id(parameter.declaration) in held:
+            blocks = empty_blocks(tensor, format)
+            nothing = tensor.new_full((1,), torch.nan)  # which a loss would show
+            tensor.data = nothing.expand(tensor.shape)
+            attach_held_blocks(tensor, blocks)
+        else:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+    bind_fused_kernels(model)
