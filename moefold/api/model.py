@@ -97,7 +97,7 @@ class Model(nn.Module):
         return own + weight * ahead_M.mean()
 
     def labelled(self, labels: Tensor) -> Tensor:
-        counts_1M = self.transformer.labelled_token_counts(labels)
+        counts_1M = self.transformer.loss_counts(labels)
         return counts_1M.clamp(min=1)
 
     def step_balance(self, pace: float = 1.0) -> LayerLoads:

@@ -131,6 +131,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "adapters": describe_adapters(config),
         "seq_len": config.data.seq_len,
         "packing": describe_packing(config),
+        "objective": describe_objective(config),
         "facts": asdict(facts),
         "grids": grids,
         "pipeline": pipeline_placement(config),
@@ -160,6 +161,14 @@ def describe_packing(config: Config) -> str | None:
         f"whole documents by {fit} in bins of {data.seq_len} tokens, {config.train.global_batch} bins a batch; longer "
         "documents are cut; padding has no label"
     )
+
+
+def describe_objective(config: Config) -> str | None:
+    """What a run learns; None where that is the next token."""
+    if config.train.objective == "next_token":
+        return None
+    copy = "a frozen copy of the first weights" if not config.lora.rank else "the base without its adapters"
+    return f"dpo with beta {config.train.dpo_beta:g}; the reference is {copy}, with a forward pass of its own each step"
 
 
 def describe_sharding(config: Config, ranks: int) -> Description | None:
@@ -385,6 +394,9 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
     for layer in layers:
         for step in layer.steps:
             ops.update(step.ops)
+    if config.train.objective == "dpo":
+        ops.remove("cross_entropy")
+        ops.add("token_losses")
     parallel = config.parallel
     if parallel.cp > 1 and parallel.context in ("ring", "hierarchical"):
         ops |= RING_OPS
@@ -414,6 +426,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(adapter_line(explanation["adapters"]))
     if explanation["packing"]:
         console.print(escape(f"packing: {explanation['packing']}"))
+    if explanation["objective"]:
+        console.print(escape(f"objective: {explanation['objective']}"))
     for name, sizes in explanation["grids"].items():
         axes = [f"{axis} {size}" for axis, size in sizes.items()]
         console.print(f"{name} grid: {' x '.join(axes)}")
@@ -614,4 +628,6 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
         return ["experts"]
     if op in FP8_STORAGE_OPS:
         return ["weights"]
+    if op == "token_losses":
+        return ["predict"]
     return list(users) or ["attend"]

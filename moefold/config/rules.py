@@ -19,6 +19,7 @@ from moefold.config.mixture_weights import weight_problems
 from moefold.config.model_rules import MODEL_RULES
 from moefold.config.optimizer_groups import group_problems, parse_groups
 from moefold.config.precision_rules import PRECISION_RULES
+from moefold.config.preference_rules import PREFERENCE_RULES
 from moefold.config.rule import (
     ConfigOnRanks,
     ConfigRule,
@@ -240,7 +241,7 @@ def weights_are_of_prepared_sources(c: ConfigOnRanks) -> bool:
 @CROSS_FIELD_RULES.rule(
     "samples are read from files",
     ("data.format", "data.source"),
-    why="chats and pairs are lines of files; prepared data has its masks already",
+    why="chats, pairs and preferences are lines of files; prepared data has its masks already",
     fix="set data.format to text",
 )
 def samples_are_read_from_files(c: ConfigOnRanks) -> bool:
@@ -713,6 +714,7 @@ RULES: list[ConfigRule] = [
     *DIVISIBILITY_RULES,
     *OPTIMIZER_RULES,
     *LORA_RULES,
+    *PREFERENCE_RULES,
     *PRECISION_RULES,
     *MEMORY_RULES,
     *SHARD_RULES,

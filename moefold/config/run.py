@@ -188,10 +188,10 @@ class DataConfig:
         "source prepared: weights of the folders, such as 0.7/0.3, and from a step on, such as 1000:0.5/0.5; none: by "
         "their tokens",
     )
-    format: Literal["text", "chat", "pairs"] = key(
+    format: Literal["text", "chat", "pairs", "preferences"] = key(
         "text",
-        "what files hold: text; chat, messages for the tokenizer's chat template; pairs, prompt and response; of the "
-        "last two answers alone are trained",
+        "what files hold: text; chat, messages for the tokenizer's chat template; pairs, prompt and response; "
+        "preferences, prompt, chosen and rejected; of all but text answers alone are trained",
     )
     text_key: str = key("text", "field of a .jsonl line, or column of a table, that holds the text")
     skip_bad: bool = key(False, "leave out lines, rows and files that cannot be read, and list them")
@@ -216,6 +216,11 @@ class TrainConfig:
     steps: int = key(400, "optimizer steps", at_least=1)
     global_batch: int = key(16, "sequences of one step, over all ranks", at_least=1)
     micro_batch: int = key(4, "sequences of one microbatch of a rank, at most", at_least=1)
+    objective: Literal["next_token", "dpo"] = key(
+        "next_token",
+        "what is learnt: the next token, or chosen responses over rejected ones (direct preference optimisation)",
+    )
+    dpo_beta: float = key(0.1, "dpo: how closely the model stays with the weights that the run began with", above=0)
     seed: int = key(1, "seed of initialisation and data order", at_least=0, at_most=2**62)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "training device; auto: cuda where available")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(

@@ -20,6 +20,7 @@ from moefold.data.documents import source_entries
 from moefold.data.entries import BadEntries, entry_documents
 from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
+from moefold.data.preferences import PreferenceDocuments
 from moefold.data.samples import sample_reader
 from moefold.data.sequences import MemoryDocuments, RowSequences, TextDocuments
 from moefold.data.tokenizer import Tokenizer
@@ -49,16 +50,23 @@ class Corpus:
 
     def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
         windows = self.train_sequences(data, seed, batch)
-        documents = MemoryDocuments(self.train, self.train_documents(data), seed, self.train_mask)
-        digest = self.fingerprint()
-        source = PackedSource(digest, documents)
-        mixture = Mixture(WHOLE, batch)
-        return PackedSequences(windows, [source], mixture, batch, data.packing)
+        return self.pack_windows(windows, self.train_documents(data), data, batch)
 
-    def held_out_sequences(self, data: DataConfig) -> RowSequences:
-        """Validation has the same sequences in every run: its seed is 0."""
+    def held_out_sequences(self, data: DataConfig) -> RowSequences | PackedSequences:
+        """Validation has the same sequences in every run: its seed is 0. Preferences are packed, never cut."""
         starts = self.held_out_starts if data.attend == "document" else None
-        return RowSequences(self.held_out, data.seq_len, 0, starts, self.held_out_mask)
+        windows = RowSequences(self.held_out, data.seq_len, 0, starts, self.held_out_mask)
+        if data.format != "preferences":
+            return windows
+        text = TextDocuments(data.source, self.held_out_starts)
+        return self.pack_windows(windows, text, data, windows.windows)
+
+    def pack_windows(self, windows: RowSequences, text: TextDocuments, data: DataConfig, batch: int) -> PackedSequences:
+        """Bins of documents in place of windows."""
+        kind = PreferenceDocuments if data.format == "preferences" else MemoryDocuments
+        documents = kind(windows.row, text, windows.seed, windows.mask)
+        source = PackedSource(self.fingerprint(), documents)
+        return PackedSequences(windows, [source], Mixture(WHOLE, batch), batch, data.packing)
 
     def fingerprint(self) -> str:
         """A digest of the tokens, of where documents begin, and of masks."""

@@ -28,6 +28,8 @@ def prepare_sources(
     say: Printer,
 ) -> None:
     """Tokenize sources into a folder, with so many workers; 0: one for each CPU core."""
+    if config.data.format == "preferences":
+        raise UserError("data.format = preferences is not prepared; train on the files: --data.source files")
     data = replace(config.data, source="files", files=sources)
     tokenizer = choose_tokenizer(data, config.model.vocab)
     data = replace(data, tokenizer=tokenizer)

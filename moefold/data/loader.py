@@ -45,6 +45,7 @@ class Batch:
     filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
     waste: float | None = None  # the share of the global batch that is padding, likewise
     past: PastKeys | None = None  # of earlier positions, while text is generated
+    reference_C: Tensor | None = None  # the label log-probabilities of a reference model, of this cp rank's tokens
 
     def microbatches(self, size: int) -> Iterator[Batch]:
         sequences = len(self.tokens_BS)

@@ -246,7 +246,7 @@ def fill_row(samples: list[Sample], row: DocumentRow, seq_len: int) -> SequenceA
         here = slice(filled, filled + sample.length)
         tokens[here] = window.ids[:-1]
         labels[here] = labels_of(window)
-        begins[here] = filled
+        begins[here] = filled + window.begins[:-1]
         filled += sample.length
     begins[filled:] = filled
     return SequenceArrays(tokens, labels, begins, filled)

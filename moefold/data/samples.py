@@ -1,4 +1,4 @@
-"""Samples of which answers alone are trained: chats, and pairs of prompt and response. Torch-free.
+"""Samples of which answers alone are trained: chats, pairs of prompt and response, preferences. Torch-free.
 
 A chat is rendered by the tokenizer's chat template. What {% generation %} marks is trained. Without such marks an
 answer is what a rendering has behind the rendering of the messages before it, which ends where the assistant is to go
@@ -6,7 +6,7 @@ on. Where renderings of fewer messages are no beginnings of the whole one, each 
 messages before it as the template shows them then.
 
 A pair is the tokens of the prompt and those of the response, each encoded by itself, as the prompt is when the model is
-asked.
+asked. A preference has two such pairs with one prompt.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def sample_reader(data: DataConfig, tokenizer: Tokenizer) -> SampleReader | None
     """What makes documents of records, as `data.format` says; None for text."""
     if data.format == "pairs":
         return PairReader(tokenizer)
+    if data.format == "preferences":
+        return PreferenceReader(tokenizer, data.seq_len)
     if data.format == "chat":
         return ChatReader(tokenizer, data.tokenizer)
     return None
@@ -55,12 +57,43 @@ class PairReader:
         return [DocumentTokens(ids, positions >= len(prompt))]
 
 
-def text_field(fields: Mapping[str, Any], name: str) -> str:
+def text_field(fields: Mapping[str, Any], name: str, kind: str = "pairs") -> str:
     text = fields.get(name)
     if not isinstance(text, str):
         names = ", ".join(map(str, fields))
-        raise ValueError(f'has the fields {names}; expected a text in "{name}", as data.format = pairs says')
+        raise ValueError(f'has the fields {names}; expected a text in "{name}", as data.format = {kind} says')
     return text
+
+
+class PreferenceReader:
+    """Records with a prompt, a chosen and a rejected response. Both are one document, so that they stay together: the
+    prompt with the chosen response, the end token, the prompt with the rejected response (data/preferences.py)."""
+
+    identity = "preferences"
+
+    def __init__(self, tokenizer: Tokenizer, longest: int):
+        self.tokenizer = tokenizer
+        self.longest = longest
+
+    def documents(self, fields: dict[str, Any]) -> list[DocumentTokens]:
+        prompt, chosen, rejected = (self.encode(fields, name) for name in ("prompt", "chosen", "rejected"))
+        if np.array_equal(chosen, rejected):
+            raise ValueError('has the same text in "chosen" and "rejected"; expected two, of which one is preferred')
+        end = np.array([self.tokenizer.end.id])
+        ids = np.concatenate((prompt, chosen, end, prompt, rejected))
+        if len(ids) > self.longest:
+            raise ValueError(
+                f"has {len(ids)} tokens in both responses with their prompts; expected at most data.seq_len = "
+                f"{self.longest}, since preferences are never cut"
+            )
+        lengths = (len(prompt), len(chosen) + 1, len(prompt), len(rejected) + 1)
+        return [DocumentTokens(ids, np.repeat([False, True, False, True], lengths))]
+
+    def encode(self, fields: dict[str, Any], name: str) -> np.ndarray:
+        ids = self.tokenizer.encode(text_field(fields, name, self.identity))
+        if not len(ids):
+            raise ValueError(f'has an empty "{name}"; expected a text')
+        return ids
 
 
 class ChatReader:

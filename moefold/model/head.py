@@ -13,6 +13,7 @@ from moefold.comm.collectives import all_gather, all_reduce_max_no_grad, all_red
 from moefold.config.run import ModelConfig
 from moefold.kernels.linear.matmul import plain_product, tiled_product
 from moefold.kernels.vocabulary.cross_entropy import cross_entropy
+from moefold.kernels.vocabulary.token_losses import token_losses
 from moefold.kernels.vocabulary.vocab_shard import VocabShard
 from moefold.layout.declare import DeclaringModule
 from moefold.model.embedding import Embedding, declare_word_vectors
@@ -34,6 +35,7 @@ class Head(DeclaringModule):
         self.norm = AddNorm(model, parts)
         kernels = parts.kernels
         self.cross_entropy = kernels[cross_entropy]
+        self.token_losses = kernels[token_losses]
         is_invariant = kernels.facts.invariant
         self.multiply = tiled_product if is_invariant else plain_product
         world = self.world
@@ -45,26 +47,27 @@ class Head(DeclaringModule):
             self.borrowed = (embedding.weight,)
             self.matrix_vD = lambda: embedding.weight
 
-    def forward(self, h_TD: Tensor, labels_C: Tensor | None = None) -> Tensor:
-        """Of a normed stream the loss, or all logits where there are no labels. Called, so that hooks on the module see
-        its every use."""
+    def forward(self, h_TD: Tensor, labels_C: Tensor | None = None, by_token: bool = False) -> Tensor:
+        """Of a normed stream the loss, summed over tokens or by token, or all logits where there are no labels. Called,
+        so that hooks on the module see its every use."""
         h_CD = all_gather(h_TD, self.tp)
         if labels_C is None:
             return self.logits(h_CD)
-        return self.loss(h_CD, labels_C)
+        return self.loss(h_CD, labels_C, by_token)
 
-    def loss(self, h_CD: Tensor, labels_C: Tensor) -> Tensor:
-        """The cross-entropy summed over the tokens of this cp rank, the same on its tp ranks; the logits of all tokens
-        are never held together."""
+    def loss(self, h_CD: Tensor, labels_C: Tensor, by_token: bool = False) -> Tensor:
+        """The cross-entropy of the tokens of this cp rank, the same on its tp ranks; the logits of all tokens are never
+        held together."""
         matrix_vD = self.matrix_vD()
+        score = self.token_losses if by_token else self.cross_entropy
         if self.tp.size == 1:
-            return self.cross_entropy(h_CD, matrix_vD, labels_C)
+            return score(h_CD, matrix_vD, labels_C)
         tp = self.tp
         first = tp.index * len(matrix_vD)
         add_up = partial(all_reduce_no_grad, axis=tp)
         find_max = partial(all_reduce_max_no_grad, axis=tp)
         words = VocabShard(first, add_up, find_max)
-        return self.cross_entropy(h_CD, matrix_vD, labels_C, words)
+        return score(h_CD, matrix_vD, labels_C, words)
 
     def logits(self, h_CD: Tensor) -> Tensor:
         """All logits of this cp rank's tokens: (C, V)."""

@@ -18,18 +18,18 @@ from moefold.anatomy.stage_contents import Stage, whole_model_stage
 from moefold.anatomy.step_specs import embed_step, look_ahead_step, predict_step, set_aside_step
 from moefold.comm.collectives import all_gather
 from moefold.config.run import ModelConfig
-from moefold.layout.labels import IGNORE_INDEX
 from moefold.layout.past_keys import PastKeys
 from moefold.model.block import make_transformer_block
 from moefold.model.embedding import Embedding
 from moefold.model.head import FinalNorm, Head
 from moefold.model.moe.balance import LayerLoads, remember_global_shares, update_selection_biases
 from moefold.model.moe.router import ExpertLoad, expert_loads
-from moefold.model.mtp import MtpLayer, labels_shifted_by, tokens_shifted_by
+from moefold.model.mtp import MtpLayer, tokens_shifted_by
 from moefold.model.norm import ResidualStream
+from moefold.model.objective import NextTokens, Objective
 from moefold.model.parts import ModelParts
 from moefold.model.steps import Carry, Step, StepRewrite, Steps, drop_from_carry, run_step_sequence, steps_as_given
-from moefold.model.token_layout import TokenShard, make_token_shard
+from moefold.model.token_layout import make_token_shard
 
 ImposedExperts = Mapping[int, Tensor]  # expert ids (B, S, K) by layer
 
@@ -70,6 +70,7 @@ class Transformer(nn.Module):
         self.model = model
         self.world = parts.world
         self.rewrite_steps: StepRewrite = steps_as_given  # memory policies may join steps (memory/policy.py)
+        self.objective: Objective = NextTokens(model)
         if stages is None:
             stages = [whole_model_stage(model)]
         self.stages = list(stages)
@@ -164,16 +165,9 @@ class Transformer(nn.Module):
         return next_carry
 
     def predict(self, carry: Carry) -> Carry:
-        """One loss for each normed stream: the model's own, and those of MTP layers."""
-        shard = carry["token_shard"]
-        labels_BS = carry["labels_BS"]
+        """The sums of the objective."""
         streams = self.normed_streams(carry)
-        losses = []
-        for depth, h_TD in enumerate(streams):
-            labels_C = labels_ahead(labels_BS, depth, shard)
-            loss = self.head(h_TD, labels_C)
-            losses.append(loss)
-        losses_1M = torch.stack(losses)
+        losses_1M = self.objective.losses(self.head, streams, carry)
         return {**carry, "losses_1M": losses_1M}
 
     def normed_streams(self, carry: Carry) -> list[Tensor]:
@@ -289,18 +283,11 @@ class Transformer(nn.Module):
         in_order_SBV = gathered_SBV[shard.sequence_order]
         return in_order_SBV.transpose(0, 1)
 
-    def labelled_token_counts(self, labels_BS: Tensor, begins_BS: Tensor | None = None) -> Tensor:
-        """The number of this cp rank's tokens that have a label, for `cross_entropy` and each loss of `ahead_M`: (1 +
-        M,)."""
+    def loss_counts(self, labels_BS: Tensor, begins_BS: Tensor | None = None) -> Tensor:
+        """What each sum of the objective is a mean over, such as the number of this cp rank's tokens that have a
+        label."""
         shard = make_token_shard(labels_BS, self.world, begins_BS=begins_BS)
-        counts = []
-        losses = 1 + self.model.mtp
-        for depth in range(losses):
-            labels_C = labels_ahead(labels_BS, depth, shard)
-            is_labelled = labels_C != IGNORE_INDEX
-            count = is_labelled.sum()
-            counts.append(count)
-        return torch.stack(counts)
+        return self.objective.counts(labels_BS, shard)
 
     # ---- expert load ----
 
@@ -320,12 +307,6 @@ class Transformer(nn.Module):
         moe = self.model.moe
         everyone = self.world.dp_cp_tp
         return update_selection_biases(loads, moe, everyone, sound, pace)
-
-
-def labels_ahead(labels_BS: Tensor, depth: int, shard: TokenShard) -> Tensor:
-    """The labels `depth` tokens further ahead, of this cp rank's tokens: (C,)."""
-    shifted_BS = labels_shifted_by(labels_BS, depth, shard.begins_BS)
-    return shard.slice_for_cp_rank(shifted_BS)
 
 
 def run_and_settle(step: Step, carry: Carry) -> Carry:

@@ -192,8 +192,8 @@ class Executor:
 
 
 class LossWeights(NamedTuple):
-    """Factors of the summed losses in a step's gradient: of the model's own and of each MTP layer's cross-entropy, and
-    of the balance losses."""
+    """Factors of the objective's sums in a step's gradient, such as those of the model's own and of each MTP layer's
+    cross-entropy, and of the balance losses."""
 
     losses_1M: Tensor
     balance: Tensor
@@ -226,9 +226,9 @@ class StepRun:
         self.passages: dict[PassKey, Passage] = {}
         self.input_streams: dict[PassKey, Streams] = {}
         self.deferred_work: dict[PassKey, DeferredQueue] = {}
-        losses = 1 + executor.model.model.mtp
+        sums = executor.model.objective.sums
         device = executor.world.device
-        self.losses_1M = torch.zeros(losses, dtype=torch.float64, device=device)
+        self.losses_1M = torch.zeros(sums, dtype=torch.float64, device=device)
 
     def run(self) -> Tensor:
         slots = self.program.slots
@@ -365,6 +365,8 @@ class StepRun:
         model = self.executor.model
         texts = (part.tokens_BS, part.labels_BS)
         carry = model.begin(*texts, part.first, part.begins_BS, part.imposed, part.filled_B, part.past)
+        if part.reference_C is not None:
+            carry["reference_C"] = part.reference_C
         if op.stage > 0:
             stream, *aside = self.received_streams(op)
             carry["stream"] = ResidualStream(stream)

@@ -9,8 +9,10 @@ summands. The product of the weight keeps its recipe and its kernels; products w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import gcd
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -123,3 +125,16 @@ def attach_adapters(model: nn.Module, specs: Iterable[AdapterSpec], kernels: Bou
         else:
             product.lora = GroupedLowRank(weight, spec, kernels)
     bind_fused_kernels(model)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it is without its adapters: its frozen base."""
+    held: list[tuple[Any, Any]] = [(product, product.lora) for product in named_products(model).values()]
+    for product, _ in held:
+        product.lora = None
+    try:
+        yield
+    finally:
+        for product, adapter in held:
+            product.lora = adapter

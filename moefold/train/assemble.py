@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from moefold.memory.choose import attach_configured_policies
 from moefold.memory.graphs import StepGraph, make_step_graph
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.initialise import fill_parameters, initialise_parameters
+from moefold.model.objective import Preferences
 from moefold.model.parts import ModelParts
 from moefold.model.steps import inside_recompute
 from moefold.model.transformer import Transformer
@@ -52,7 +54,7 @@ from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
 from moefold.precision.base_blocks import hold_base
 from moefold.precision.fp8_scatter_sum import attach_fp8_sums
-from moefold.precision.low_rank import attach_adapters
+from moefold.precision.low_rank import attach_adapters, without_adapters
 from moefold.precision.operand_statistics import OperandStatistics
 from moefold.precision.recipes import RecipeState, attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
@@ -61,6 +63,7 @@ from moefold.shard.gathered_units import GatheredUnits
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
 from moefold.shard.weight_checksums import WeightChecksums
+from moefold.train.reference import FrozenWeights, Reference
 from moefold.train.routing_replay import open_replay
 from moefold.train.share_out import share_out_model
 
@@ -95,6 +98,7 @@ class Run:
     pace: StepScalars  # the learning rate as a share of its peak
     graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
     spikes: SpikeJudge | None = None  # None: spikes are not looked for
+    reference: Reference | None = None  # that the objective compares with; None: with nothing
     checksums: WeightChecksums | None = None  # of weights, to compare replicas; None: they are not compared
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
@@ -141,9 +145,14 @@ def assemble_run(
     if spikes is not None:
         further_state["spikes"] = spikes
     spans = SpanRecorder(world.rank)
+    frozen = make_frozen_copy(config, world, kernels, weights)
+    if frozen is not None:
+        further_state["reference"] = FrozenWeights(frozen)
     shared = share_out_model(config, model, world, groups, kernels, spans, weights)
     gradients = shared.gradients
     optimizer = Optimizer(shared.buckets, groups.rules)
+    executor = Executor(config, model, gradients, world, spans, shared.around)
+    reading = executor if frozen is None else Executor(config, frozen, gradients, world, spans)
     return Run(
         config=config,
         world=world,
@@ -153,7 +162,7 @@ def assemble_run(
         validation=validation,
         model=model,
         gradients=gradients,
-        executor=Executor(config, model, gradients, world, spans, shared.around),
+        executor=executor,
         optimizer=optimizer,
         qk_clip=QkClip(model, optimizer, config.optim.qk_clip, kernels, world),
         updates=make_update_times(config.optim.when, gradients, clipping, optimizer),
@@ -167,8 +176,27 @@ def assemble_run(
         pace=StepScalars([[1.0]], world.device),
         graph=make_step_graph(config.memory.graphs, world.device),
         spikes=spikes,
+        reference=make_reference(config, reading),
         checksums=WeightChecksums(shared.buckets, world.device) if config.observe.compare_every else None,
     )
+
+
+def make_frozen_copy(
+    config: Config, world: World, kernels: BoundKernels, weights: Callable[[Transformer], None] | None
+) -> Transformer | None:
+    """The model as the run begins with it, to compare with; None where adapters can be left out instead, or nothing is
+    compared."""
+    if config.train.objective != "dpo" or config.lora.rank:
+        return None
+    return build_model(config, world, kernels, weights)
+
+
+def make_reference(config: Config, executor: Executor) -> Reference | None:
+    objective = executor.model.objective
+    if not isinstance(objective, Preferences):
+        return None
+    as_reference = partial(without_adapters, executor.model) if config.lora.rank else nullcontext
+    return Reference(executor, objective, as_reference)
 
 
 def make_spike_judge(config: Config, world: World) -> SpikeJudge | None:
@@ -219,7 +247,7 @@ def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus | PreparedCorpus
 
 
 def make_loaders(config: Config, corpus: Corpus | PreparedCorpus, world: World) -> tuple[BatchLoader, BatchLoader]:
-    """The loaders of training and of validation, which reads windows with any packing."""
+    """The loaders of training and of validation, which reads windows with any packing, but whole preferences."""
     train = config.train
     where = (world.axis("dp"), world.device)
     is_packed = config.data.packing != "windows"
@@ -269,6 +297,8 @@ def build_model(
     memory = nullcontext() if is_whole and base is None else parameters_without_memory()
     with world.device, default_dtype(DTYPES[config.train.precision]), memory:
         model = Transformer(config.model, choices, stages)
+    if config.train.objective == "dpo":
+        model.objective = Preferences(config.train.dpo_beta)
     recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
     if base is not None:

@@ -62,6 +62,8 @@ NOTED_SETTINGS = (  # a changed value is printed
     "optim.",
     "lora.",
     "precision.",
+    "train.objective",
+    "train.dpo_beta",
     "train.seed",
     "train.global_batch",
 )

@@ -20,30 +20,35 @@ from moefold.train.assemble import Run
 from moefold.train.step import sum_over_ranks
 
 
-@torch.no_grad()
 def validation_loss(run: Run) -> float:
-    """Mean loss per token over the same held-out sequences every time."""
+    """Mean loss over the same held-out sequences every time: per token, or as the objective says."""
+    return validation_means(run)[0]
+
+
+@torch.no_grad()
+def validation_means(run: Run) -> list[float]:
+    """Means of the objective's sums that evaluation has, the loss first."""
     config = run.config.train
     world = run.world
     count = min(config.validate_sequences, run.validation.sequences.windows)
     batch = run.validation.batch_at(0, count)
     parts = list(batch.microbatches(config.micro_batch))
-    device = world.device
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    if run.reference is not None:
+        parts = run.reference.score(parts)
+    objective = run.model.objective
+    sums_N = torch.zeros(objective.sums_in_evaluation, dtype=torch.float64, device=world.device)
 
     def add_losses(carry: Carry) -> None:
-        nonlocal loss_sum
-        losses_1M = run.model.predict(carry)["losses_1M"]
-        loss_sum = loss_sum + losses_1M[0]
+        sums_N.add_(run.model.predict(carry)["losses_1M"])
 
     run.model.eval()
     run.executor.forward_only(parts, add_losses)
     run.model.train()
-    loss_sum = sum_over_ranks(run, loss_sum)
-    own_1M = run.model.labelled_token_counts(batch.labels_BS, batch.begins_BS)
-    labelled = all_reduce_no_grad(own_1M[0], world.dp_cp)
-    mean = loss_sum / labelled.clamp(min=1)
-    return mean.item()
+    sums_N = sum_over_ranks(run, sums_N)
+    own_N = run.model.loss_counts(batch.labels_BS, batch.begins_BS)
+    counts_N = all_reduce_no_grad(own_N[: len(sums_N)].double(), world.dp_cp)
+    means_N = sums_N / counts_N.clamp(min=1)
+    return means_N.tolist()
 
 
 def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:

@@ -35,7 +35,7 @@ from moefold.observe.progress import SilentProgress, compact_number, make_progre
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 from moefold.shard.gradients import FIRST_STEPS
 from moefold.train.assemble import Run, assemble_run
-from moefold.train.evaluate import sample_text, validation_loss
+from moefold.train.evaluate import sample_text, validation_means
 from moefold.train.fault_log import logged_faults
 from moefold.train.folder_owner import FolderClaims, folder_claims
 from moefold.train.from_hf import WeightFiller, starting_weights
@@ -260,7 +260,10 @@ class RunRecorder:
 
     def validation_values(self) -> dict[str, Any]:
         with slow_phase("evaluation"):
-            values: dict[str, Any] = {"val_loss": validation_loss(self.run)}
+            loss, *further = validation_means(self.run)
+        values: dict[str, Any] = {"val_loss": loss}
+        figures = self.run.model.objective.figures(further)
+        values |= {f"val_{name}": value for name, value in figures.items()}
         loader = self.run.loader
         for name, epochs in loader.sequences.epochs(loader.consumed).items():
             values[f"epochs/{name}"] = round(epochs, 4)
@@ -274,8 +277,7 @@ class RunRecorder:
         self.record_operands(report)
         speed = report.tokens / report.seconds
         values: dict[str, Any] = {"loss": report.loss}
-        if self.run.config.model.mtp:
-            values["mtp_loss"] = report.mtp_loss
+        values |= self.run.model.objective.figures(report.further_means)
         values["grad_norm"] = report.grad_norm
         if not report.is_finite:
             values = {"skipped": 1}

@@ -19,6 +19,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_copies import DeviceTime, ToHost
 from moefold.data.loader import Batch
+from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.moe.balance import LayerLoads
 from moefold.optim.learning_rate import learning_rate
 from moefold.pipeline.executor import LossWeights
@@ -70,15 +71,20 @@ class StepReport:
         return self.read[0]
 
     @property
+    def further_means(self) -> list[float]:
+        """Those of the objective behind the loss, such as the losses of layers that look further ahead."""
+        return self.read[1:-3]
+
+    @property
     def mtp_loss(self) -> float:
         """Mean over the layers that look further ahead; 0 if there are none."""
-        ahead = self.read[1:-3]
+        ahead = self.further_means
         count = max(1, len(ahead))
         return sum(ahead) / count
 
     @property
     def tokens(self) -> int:
-        return int(self.read[-3])
+        return round(self.read[-3])
 
     @property
     def grad_norm(self) -> float:
@@ -177,17 +183,17 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
     """The device part of a step. With `memory.graphs whole` it is captured: what it reads of Python must be the same in
     every step."""
     # Forward and backward of all microbatches; gradients add up in buckets. Units may be updated inside backward.
-    own_losses_1M, tokens_1M, _ = run_microbatches(run, batch, partial(begin_step, run))
+    own_losses_1M, counts_1M, tokens, _ = run_microbatches(run, batch, partial(begin_step, run))
     losses_1M = sum_over_ranks(run, own_losses_1M.clone())
 
-    # Gradients are sums over ranks; division by tokens and loss scale and clipping are one factor, which the optimizer
+    # Gradients are sums over ranks; division by count and loss scale and clipping are one factor, which the optimizer
     # applies.
     with run.phase("sum gradients"):
         run.updates.await_gradients()
     with run.phase("norm"):
         norm = run.updates.clip_gradients()
-    means_1M = losses_1M / tokens_1M.clamp(min=1)
-    numbers = torch.cat((means_1M, tokens_1M[:1], norm[None], run.loss_scale.scale[None]))
+    means_1M = losses_1M / counts_1M.clamp(min=1)
+    numbers = torch.cat((means_1M, tokens[None], norm[None], run.loss_scale.scale[None]))
 
     if run.checksums is not None:
         run.parameters.await_all_buckets()
@@ -219,10 +225,11 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
 
 
 class BatchSums(NamedTuple):
-    """Sums of a batch, the first two for each token that is predicted ahead."""
+    """Sums of a batch, the first two for each sum of the objective."""
 
     own_losses_1M: Tensor  # of this rank's microbatches
-    tokens_1M: Tensor  # of the global batch, those with a label
+    counts_1M: Tensor  # of the global batch, what losses are means over, such as tokens with a label
+    tokens: Tensor  # of the global batch, those with a label
     divisor: Tensor  # of gradients
 
 
@@ -230,15 +237,17 @@ def run_microbatches(run: Run, batch: Batch, begin: Callable[[Tensor], None]) ->
     """Forward and backward of all microbatches of this rank. `begin` is called before the first, with the divisor."""
     config = run.config
     microbatches = list(batch.microbatches(config.train.micro_batch))
-    tokens_1M = count_labels(run, batch)
+    counts_1M, tokens = count_labels(run, batch)
+    if run.reference is not None:
+        microbatches = run.reference.score(microbatches)
     if config.model.moe.balance.aux_over == "global_batch":
         survey_routing(run, microbatches)
-    loss_factor = run.loss_scale.loss_factor(tokens_1M[0])
-    divisor = tokens_1M[0] * loss_factor
+    loss_factor = run.loss_scale.loss_factor(counts_1M[0])
+    divisor = counts_1M[0] * loss_factor
     begin(divisor)
-    weights = loss_weights(run, batch, tokens_1M).scaled_by(loss_factor)
+    weights = loss_weights(run, batch, counts_1M).scaled_by(loss_factor)
     own_losses_1M = run.executor.train(microbatches, weights)
-    return BatchSums(own_losses_1M, tokens_1M, divisor)
+    return BatchSums(own_losses_1M, counts_1M, tokens, divisor)
 
 
 def begin_step(run: Run, divisor: Tensor) -> None:
@@ -271,21 +280,25 @@ def sum_over_ranks(run: Run, losses_1M: Tensor) -> Tensor:
     return all_reduce_no_grad(of_all_tokens_1M, run.world.axis("pp"))
 
 
-def count_labels(run: Run, batch: Batch) -> Tensor:
-    """How many tokens of the global batch have a label to predict, one token ahead and further: (1 + M,)."""
-    own_1M = run.model.labelled_token_counts(batch.labels_BS, batch.begins_BS)
-    return all_reduce_no_grad(own_1M.double(), run.world.dp_cp)
+class LabelCounts(NamedTuple):
+    """Of the global batch: what each sum of the objective is divided by, and the tokens with a label."""
+
+    counts_1M: Tensor
+    tokens: Tensor
 
 
-def loss_weights(run: Run, batch: Batch, tokens_1M: Tensor) -> LossWeights:
-    """Weights of losses in a sum that is divided by the number of labelled tokens: one for the model's own. A loss of
-    multi-token prediction is a mean over its own labels; balance losses are means over all tokens."""
-    model = run.config.model
-    weight = model.mtp_loss / max(1, model.mtp)
-    own, ahead_M = tokens_1M[:1], tokens_1M[1:]
-    weights_M = weight * own / ahead_M.clamp(min=1)
-    weights_1M = torch.cat((torch.ones_like(own), weights_M))
-    return LossWeights(weights_1M, own[0] / count_tokens(run, batch))
+def count_labels(run: Run, batch: Batch) -> LabelCounts:
+    own_1M = run.model.loss_counts(batch.labels_BS, batch.begins_BS).double()
+    labels = batch.labels_BS != IGNORE_INDEX
+    share = labels.sum()[None].double() / run.world.axis("cp").size  # every cp rank has all labels
+    both = all_reduce_no_grad(torch.cat((own_1M, share)), run.world.dp_cp)
+    return LabelCounts(both[:-1], both[-1])
+
+
+def loss_weights(run: Run, batch: Batch, counts_1M: Tensor) -> LossWeights:
+    """Weights of losses in a sum that is divided by the first count; balance losses are means over all tokens."""
+    weights_1M = run.model.objective.weights(counts_1M)
+    return LossWeights(weights_1M, counts_1M[0] / count_tokens(run, batch))
 
 
 def count_tokens(run: Run, batch: Batch) -> Tensor | int:

@@ -44,6 +44,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "adapters",
         "seq_len",
         "packing",
+        "objective",
         "facts",
         "grids",
         "pipeline",
@@ -199,7 +200,10 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"newton_schulz", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
+RARE |= {"token_losses"}
 USED = set(CATALOG) - RARE
+PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
+PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
 
 
 def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
@@ -214,6 +218,9 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")
     assert set(swaps["kernels"]) == USED
+    dpo = explained("tiny", "--train.objective", "dpo", *PREFERENCES)
+    assert set(dpo["kernels"]) == USED - {"cross_entropy"} | {"token_losses"}
+    assert "a frozen copy of the first weights" in dpo["objective"]
 
 
 UNFUSED = {

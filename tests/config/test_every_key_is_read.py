@@ -92,6 +92,11 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         *corpus(tmp_path),
     ]
     variants.append(adapted)
+    pairs = tmp_path / "preferences.jsonl"
+    pairs.write_text('{"prompt": "ab", "chosen": "cd", "rejected": "e"}\n' * 200)
+    preferred = ["--train.objective", "dpo", "--data.source", "files", "--data.files", str(pairs)]
+    preferred += ["--data.format", "preferences", "--data.attend", "document", "--data.packing", "best_fit"]
+    variants.append(preferred)
     seen = watch(monkeypatch)
     for i, variant in enumerate(variants):
         argv = ["train", "tiny", *SMALL, "--train.steps", "2", "--optim.warmup", "1", *variant]

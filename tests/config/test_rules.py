@@ -19,6 +19,11 @@ from tests.support.machine_speed import slowness
 
 FP8_LATENT = "--precision.recipe=fp8_block --model.attention.kind=mla --model.attention.kv_heads=4"
 
+PREFERENCES = (
+    "--train.objective=dpo --data.format=preferences --data.source=files --data.files=a.jsonl "
+    "--data.attend=document --data.packing=best_fit"
+)
+
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "weights are of prepared sources": [
@@ -45,6 +50,23 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "a base in blocks is not invariant": [
         ("--lora.rank=4 --lora.base=mxfp4 --kernels.invariant=true", 1, "kernels.invariant = true"),
+    ],
+    "dpo reads preferences": [("--train.objective=dpo", 1, "train.objective = dpo, data.format = text")],
+    "preferences are read by dpo": [(f"{PREFERENCES} --train.objective=next_token", 1, "data.format = preferences")],
+    "preferences are whole": [(f"{PREFERENCES} --data.packing=windows", 1, "data.packing = windows")],
+    "a reference has whole weights": [(f"{PREFERENCES} --shard.mode=zero3", 2, "shard.mode = zero3")],
+    "a step with a reference is launched anew": [(f"{PREFERENCES} --memory.graphs=whole", 1, "memory.graphs = whole")],
+    "preferences look one token ahead": [(f"{PREFERENCES} --model.mtp=1", 1, "model.mtp = 1")],
+    "losses by token are not scaled": [(f"{PREFERENCES} --train.precision=fp16", 1, "train.precision = fp16")],
+    "losses by token are not invariant": [(f"{PREFERENCES} --kernels.invariant=true", 1, "kernels.invariant = true")],
+    "experts of a reference are not recorded": [
+        (f"{PREFERENCES} --train.record_routing=a", 1, "train.record_routing = a"),
+    ],
+    "a reference chooses its own experts": [
+        (f"{PREFERENCES} --train.replay_routing=a", 1, "train.replay_routing = a"),
+    ],
+    "a reference has no delayed scales": [
+        (f"{PREFERENCES} --precision.scaling=delayed --precision.recipe=fp8_tensor", 1, "precision.scaling = delayed"),
     ],
     "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
     "fully sharded weights have no quantised copies": [

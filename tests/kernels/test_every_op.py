@@ -619,6 +619,11 @@ def plain_cross_entropy(x, w, labels):
     return -math.fsum(math.log(softmax([dot(row, word) for word in w])[label]) for row, label in chosen)
 
 
+def plain_token_losses(x, w, labels):
+    words = [softmax([dot(row, word) for word in w]) for row in x]
+    return [-math.log(p[label]) if label != IGNORE_INDEX else 0.0 for p, label in zip(words, labels, strict=True)]
+
+
 def plain_grouped_gemm(x, w, offsets):
     expert_of = [next(e for e, end in enumerate(offsets) if r < end) for r in range(len(x))]
     return [[dot(row, column) for column in w[e]] for row, e in zip(x, expert_of, strict=True)]

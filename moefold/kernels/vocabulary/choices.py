@@ -23,4 +23,7 @@ CHOICES: Choices = {
         Choice("chunked", always_runs, "nothing", "holds the logits of one chunk of tokens at a time"),
         TILED_ROWS,
     ),
+    "token_losses": (
+        Choice("chunked", always_runs, "nothing", "holds the logits of one chunk of tokens; backward has them again"),
+    ),
 }

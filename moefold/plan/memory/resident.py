@@ -78,7 +78,11 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         main=main_weight_bytes(s, state_count, quantized * state_count / weight_count),
         moments=moment_bytes(s, rank, state_count),
     )
-    return with_adapters(s, state) if s.config.lora.rank else state
+    if s.config.lora.rank:
+        return with_adapters(s, state)
+    if s.config.train.objective == "dpo":  # a frozen copy of the weights, to compare with
+        return replace(state, weights=2 * state.weights)
+    return state
 
 
 def with_adapters(s: RunSetting, base: ResidentState) -> ResidentState:
