@@ -4,6 +4,7 @@ config.yaml     the run's configuration       -> facts
 metrics.jsonl   one line per step             -> curves, and maps of layers x steps
 router.jsonl    one line every few steps      -> the load of layers x experts x steps, one byte each
 restarts.jsonl  one line per restart          -> facts
+times.jsonl     one line every few steps      -> facts
 fp8.jsonl       one line every few steps      -> maps of layers x steps of each kind of FP8 operand (fp8_summary.py)
 """
 
@@ -20,6 +21,7 @@ from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.run import Config, MoeConfig
 from moefold.observe.metrics import iterate_records, read_records
 from moefold.observe.progress import compact_number
+from moefold.observe.rank_times import TIMES_FILE
 from moefold.presets.recipe import recipe_base
 from moefold.web.downsample import DownsampledSeries
 from moefold.web.fp8_summary import read_fp8_operands
@@ -155,7 +157,7 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
     layers = load["layers"] if load else moe_layer_numbers(config)
     return {
         "label": printable_text(label),
-        "facts": [*describe_run(config, series.last_step), ("restarts", describe_restarts(folder))],
+        "facts": [*describe_run(config, series.last_step), *describe_faults(folder)],
         "strange": [printable_text(key) for key in unknown_keys],
         "last": series.last_values(),
         "curves": series.curve_data(),
@@ -287,6 +289,34 @@ def describe_run(config: Config, step: int) -> list[tuple[str, str]]:
         ("precision", describe_precision(config)),
         ("data", printable_text(config.data.source)),
     ]
+
+
+def describe_faults(folder: Path) -> list[tuple[str, str]]:
+    """What has disturbed the run, each a name and a text."""
+    facts = [("restarts", describe_restarts(folder))]
+    slow = describe_times(folder)
+    if slow:
+        facts.append(("times of ranks", slow))
+    return facts
+
+
+def describe_times(folder: Path) -> str:
+    """How the last steps of the ranks were spent, and the last rank or link that was slow; empty where nothing is
+    known, as of a single rank."""
+    last: JsonObject = {}
+    slow = "no rank was slow"
+    for record in iterate_records(folder / TIMES_FILE):
+        last = record
+        if "slow" in record:
+            slow = f"step {record['step']}: {printable_text(str(record['slow']))}"
+    compute_R = as_float_array(last.get("compute"), 1)
+    waiting_R = as_float_array(last.get("waiting"), 1)
+    sending = as_float_array(last.get("communication"), 0)
+    if compute_R is None or waiting_R is None or sending is None:
+        return ""
+    means = [("compute", compute_R.mean()), ("communication", sending), ("waiting", waiting_R.mean())]
+    shown = ", ".join(f"{name} {1e3 * float(seconds):.3g} ms" for name, seconds in means)
+    return f"{shown} a step; {slow}"
 
 
 def describe_restarts(folder: Path) -> str:

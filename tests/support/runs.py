@@ -59,7 +59,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-TIMES = ("tokens_per_s", "tflops")
+TIMES = ("tokens_per_s", "tflops", "compute_s", "communication_s", "waiting_s", "slow_rank")
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
