@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moefold.cli.chaos_job import LOOK_SECONDS, Keys, RunFiles, start_command, train_words
 from moefold.config.errors import RunFailure
@@ -116,6 +117,7 @@ class LinkedJob(RunFiles):
         self.link = VirtualLink()
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.starts = 0
+        self.restarted: list[dict[str, Any]] = []
         try:
             self.link.open()
             self.start()
@@ -140,6 +142,9 @@ class LinkedJob(RunFiles):
             log = self.log if rank == 0 else self.log.with_name("log-1")
             self.ranks.append(start_command(words, log, place, ("ip", "netns", "exec", space)))
 
+    def restarts(self) -> list[dict[str, Any]]:
+        return self.restarted
+
     def codes(self) -> list[int | None]:
         return [rank.poll() for rank in self.ranks]
 
@@ -150,8 +155,8 @@ class LinkedJob(RunFiles):
 
     def wait_for_step(self, step: int) -> None:
         while self.step() < step:
-            if None not in self.codes():
-                raise RunFailure(f"the run ended before step {step}")
+            if self.codes() != [None, None]:
+                raise RunFailure(f"a rank ended before step {step}")
             self.check_time(f"step {step}")
 
     def wait_for_sign(self, sign: str) -> str:
@@ -178,6 +183,7 @@ class LinkedJob(RunFiles):
                 return 0
             if self.starts >= STARTS:
                 return max(code or 0 for code in codes) or 1
+            self.restarted.append({"step": self.step() + 1, "cause": f"ranks ended with codes {codes}"})
             self.ranks = []
             self.start()
 

@@ -20,7 +20,7 @@ from tests.support.launched import launched
 
 def test_a_sample_of_faults_is_named_and_survived_with_the_losses_of_the_undisturbed_run(tmp_path: Path):
     """A killed rank behind a damaged checkpoint, and a NaN in a gradient."""
-    words = ["doctor", "chaos", "--faults", "file,nan", "--seed", "3", "--steps", "40", "--timeout", "60"]
+    words = ["doctor", "chaos", "--faults", "file,nan", "--seed", "3", "--steps", "30", "--timeout", "60"]
     with launched(words, tmp_path / "log") as command:
         assert command.wait() == 0, command.output()
         said = command.output()
