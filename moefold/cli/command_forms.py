@@ -6,6 +6,7 @@ from typing import Any
 
 from moefold.cli import (
     bench,
+    chaos,
     ckpt,
     convert,
     data,
@@ -41,4 +42,5 @@ COMMAND_FORMS: tuple[CommandForm[Any], ...] = (
     *bench.FORMS.values(),
     doctor.FORM,
     parity.FORM,
+    chaos.FORM,
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moefold.bench.versions import installed_version
-from moefold.cli import hang, parity
+from moefold.cli import chaos, hang, parity
 from moefold.layout.spawn import find_free_port
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
@@ -38,7 +38,8 @@ dist.barrier(); dist.destroy_process_group(); os._exit(0)
 @dataclass(frozen=True)
 class DoctorOptions:
     """Check this machine: versions, devices, free disk, local ranks. `moefold doctor parity PRESET --world 8
-    --parallel.tp 2 ...` proves a layout equal to one rank; `moefold doctor hang RUN` reads the report of a hang."""
+    --parallel.tp 2 ...` proves a layout equal to one rank; `moefold doctor hang RUN` reads the report of a hang;
+    `moefold doctor chaos` disturbs a small run by faults, and shows what it survives."""
 
     ranks: int = 2
     """How many ranks to start for the check; 0 leaves it out."""
@@ -56,6 +57,8 @@ class Finding:
 def run_command(argv: Sequence[str]) -> int:
     if argv and argv[0] == "parity":
         return parity.run_command(argv[1:])
+    if argv and argv[0] == "chaos":
+        return chaos.run_command(argv[1:])
     if argv and argv[0] == "hang":
         return hang.run_command(argv[1:])
     options, _ = read_options(FORM, argv)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moefold.comm.blocked_times import blocked
 from moefold.comm.byte_counters import note_bytes_sent
 from moefold.comm.check_collectives import check_agreement
 from moefold.layout.axes import Axis
@@ -42,7 +43,8 @@ def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
     if axis.size > 1:
         sent = all_reduce_bytes(x, axis)
         announce("sum", axis, x, sent)
-        dist.all_reduce(x, group=axis.group)
+        with blocked():
+            dist.all_reduce(x, group=axis.group)
     return x
 
 
@@ -52,7 +54,8 @@ def all_reduce_max_no_grad(x: Tensor, axis: Axis) -> Tensor:
         sent = all_reduce_bytes(x, axis)
         announce("max", axis, x, sent)
         largest = dist.ReduceOp.MAX
-        dist.all_reduce(x, op=largest, group=axis.group)
+        with blocked():
+            dist.all_reduce(x, op=largest, group=axis.group)
     return x
 
 
@@ -76,7 +79,9 @@ def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
     announce("gather", axis, x, sent)
     rows, *widths = x.shape
     out = x.new_empty(rows * axis.size, *widths)
-    DIST_ALL_GATHER(out, x.contiguous(), group=axis.group)
+    mine = x.contiguous()
+    with blocked():
+        DIST_ALL_GATHER(out, mine, group=axis.group)
     return out
 
 
@@ -91,7 +96,9 @@ def reduce_scatter_no_grad(x: Tensor, axis: Axis) -> Tensor:
     sent = reduce_scatter_bytes(x, axis)
     announce("scatter_sum", axis, x, sent)
     out = x.new_empty(part, *widths)
-    DIST_REDUCE_SCATTER(out, x.contiguous(), group=axis.group)
+    whole = x.contiguous()
+    with blocked():
+        DIST_REDUCE_SCATTER(out, whole, group=axis.group)
     return out
 
 
@@ -109,7 +116,8 @@ def all_to_all_no_grad(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axi
     _, *widths = x.shape
     out = x.new_empty(rows, *widths)
     sent = x.contiguous()
-    dist.all_to_all_single(out, sent, receive, send, group=axis.group)
+    with blocked():
+        dist.all_to_all_single(out, sent, receive, send, group=axis.group)
     return out
 
 

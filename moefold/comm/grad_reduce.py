@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.comm.blocked_times import blocked
 from moefold.comm.collectives import DIST_REDUCE_SCATTER, announce, reduce_scatter_bytes
 from moefold.layout.axes import Axis
 
@@ -32,7 +33,8 @@ class PendingReduction:
     result: Callable[[], Tensor]
 
     def arrived(self) -> Tensor:
-        self.wait()
+        with blocked():
+            self.wait()
         return self.result()
 
 

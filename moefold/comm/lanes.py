@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from moefold.comm.blocked_times import blocked
+
 Work = Callable[[], Any]
 LaneResult = tuple[Any, Any]  # the work's output, and the event behind it; None on a CPU
 
@@ -36,11 +38,12 @@ class Ticket:
         return event is None or event.query()
 
     def result(self) -> Any:
-        output, event = self.future.result()
-        if event is not None:
-            current = torch.cuda.current_stream()
-            current.wait_event(event)
-            record_on_stream(output, current)
+        with blocked():
+            output, event = self.future.result()
+            if event is not None:
+                current = torch.cuda.current_stream()
+                current.wait_event(event)
+                record_on_stream(output, current)
         return output
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm import byte_counters
+from moefold.comm.blocked_times import blocked
 from moefold.layout.axes import Axis
 from moefold.watch.position import note_collective
 
@@ -37,7 +38,8 @@ class PendingReceive:
     device: torch.device
 
     def arrived(self) -> Tensor:
-        self.work.wait()
+        with blocked():
+            self.work.wait()
         return self.tensor.to(self.device)
 
 
@@ -76,8 +78,9 @@ class PipelineChannel:
 
     def flush(self) -> None:
         """Wait until every message has left."""
-        for work, _ in self.pending_sends:
-            work.wait()
+        with blocked():
+            for work, _ in self.pending_sends:
+                work.wait()
         self.pending_sends = []
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.comm.blocked_times import blocked
 from moefold.comm.collectives import announce
 from moefold.comm.p2p import staged_through_host
 from moefold.layout.axes import Axis
@@ -35,6 +36,7 @@ class RingShift:
         return dist.batch_isend_irecv([send, receive])
 
     def arrived(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        with blocked():
+            for work in self.works:
+                work.wait()
         return self.received.to(self.device)

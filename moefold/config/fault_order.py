@@ -5,8 +5,11 @@
     nan gradient=head.norm.weight rank=0 step=3                      a gradient, before it is summed over ranks
     inf output=attend layer=1 rank=0 step=3                          what a step of the model gives to the next
     flip weight=embedding.weight bit=12 rank=2 step=3                one bit of a weight
+    slow times=9 rank=1 step=3                                       a rank that takes 9 times as long, from there on
+    clock seconds=-86400 rank=1 step=3                               a clock that jumps, once
 
-Without `expert` the first element is damaged that the rank holds. A restarted run does it again.
+Without `expert` the first element is damaged that the rank holds. A restarted run does it again; with `once` it does
+not, if `restarts.jsonl` of the run's folder has a restart.
 """
 
 from __future__ import annotations
@@ -16,50 +19,75 @@ from typing import NamedTuple
 from moefold.printable import printable_text
 
 VALUES = ("nan", "inf", "flip")
-NUMBERS = ("expert", "layer", "rank", "step", "bit")
+TIME_FAULTS = {"slow": "times", "clock": "seconds"}  # with the number that each needs
+NUMBERS = ("expert", "layer", "rank", "step", "bit", *TIME_FAULTS.values())
 STATE_KINDS = ("mean", "mean_square", "momentum", "main")
 PLACES = ("weight", "gradient", "output", *STATE_KINDS)
 LONGEST_NUMBER = 9  # digits
 
 
 class FaultOrder(NamedTuple):
-    """`place`: a kind of tensor (PLACES); `name`: of the parameter, or of the step of the model."""
+    """`place`: a kind of tensor (PLACES); `name`: of the parameter, or of the step of the model. Both are empty for a
+    fault of time."""
 
     value: str
-    place: str
-    name: str
+    place: str = ""
+    name: str = ""
     rank: int = 0
     step: int = 1
     expert: int | None = None
     layer: int | None = None
     bit: int = 0
+    times: int = 0
+    seconds: int = 0
+    once: bool = False
 
     def is_due(self, rank: int, step: int) -> bool:
-        return (rank, step) == (self.rank, self.step)
+        if rank != self.rank:
+            return False
+        return step >= self.step if self.value == "slow" else step == self.step
 
 
 def parse_fault(text: str) -> FaultOrder:
     """The fault of a value of `observe.fault`; ValueError where it is none."""
     value, *words = text.split() or [""]
-    if value not in VALUES:
-        raise ValueError(f"begins with none of {', '.join(VALUES)}")
+    known_values = (*VALUES, *TIME_FAULTS)
+    if value not in known_values:
+        raise ValueError(f"begins with none of {', '.join(known_values)}")
     places: list[tuple[str, str]] = []
     numbers: dict[str, int] = {}
+    once = "once" in words
     for word in words:
         name, _, said = word.partition("=")
         if name in PLACES and said:
             places.append((name, said))
-        elif name in NUMBERS and said.isdecimal() and len(said) <= LONGEST_NUMBER:
+        elif name in NUMBERS and is_number(said, name == "seconds"):
             numbers[name] = int(said)
-        else:
+        elif word != "once":
             known = ", ".join((*PLACES, *NUMBERS))
             raise ValueError(f"has {printable_text(word)}, which gives none of {known}")
+    if value in TIME_FAULTS:
+        return time_fault(value, places, numbers)
     if len(places) != 1:
         raise ValueError(f"names {len(places)} of {', '.join(PLACES)} instead of one")
     place, name = places[0]
     if value == "flip" and place != "weight":
         raise ValueError(f"flips a bit of {place}; bits are flipped in a weight")
-    return FaultOrder(value, place, name, **numbers)
+    return FaultOrder(value, place, name, once=once, **numbers)
+
+
+def is_number(said: str, is_signed: bool) -> bool:
+    digits = said.removeprefix("-") if is_signed else said
+    return digits.isdecimal() and digits.isascii() and len(digits) <= LONGEST_NUMBER
+
+
+def time_fault(value: str, places: list[tuple[str, str]], numbers: dict[str, int]) -> FaultOrder:
+    needed = TIME_FAULTS[value]
+    if places:
+        raise ValueError(f"has {printable_text(places[0][0])}, which a fault of time does not damage")
+    if needed not in numbers:
+        raise ValueError(f"says no {needed}=, such as {needed}=9")
+    return FaultOrder(value)._replace(**numbers)
 
 
 def fault_problem(text: str) -> str | None:

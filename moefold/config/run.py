@@ -501,6 +501,14 @@ class ObserveConfig:
         "spikes of loss or gradient norm to report: so many median deviations above the median of 64 steps; 0: none",
         at_least=0,
     )
+    times_every: int = key(
+        10, "steps between exchanges of ranks' times of compute, communication and waiting; 0: none", at_least=0
+    )
+    slow_rank: float = key(
+        2.0,
+        "compute time of a rank, in medians of the others', from which it is named as slow when it persists; 0: never",
+        at_least=0,
+    )
     fault: str = key("", "fault to inject, to see it found: `nan weight=head.norm.weight rank=1 step=3`")
 
 

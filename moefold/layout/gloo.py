@@ -2,11 +2,13 @@
 
 torch gives every group a device of its own, with a thread that wakes a hundred times a second. A run has a dozen
 groups; with several ranks on a few cores these threads take a good part of the time.
+GLOO_SOCKET_IFNAME names the network interface, as for torch's own devices; of several the first is taken.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,9 @@ Gloo = distributed_c10d.ProcessGroupGloo
 
 @cache
 def shared_device() -> Gloo.Device:
+    interface, *_ = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if interface:
+        return Gloo.create_device(interface=interface)
     return Gloo.create_default_device()
 
 

@@ -23,6 +23,9 @@ def describe_record(record: Record) -> str:
     if "tokens_per_s" in record:
         parts.append(f"{compact_number(record['tokens_per_s'])} tok/s")
         parts.append(f"{record['tflops']:.3g} TFLOP/s")
+    if "slow_rank" in record:
+        rank = record["slow_rank"]
+        parts.append("a link is slow" if rank < 0 else f"rank {rank} is slow")
     if record.get("max_violation"):  # a model without experts has none
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
     dead = sum(record.get("dead_experts", []))

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from moefold.comm.blocked_times import blocked
 from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.comm.two_levels import PendingWork, gather_over_levels
 from moefold.layout.declare import DeclaringModule
@@ -28,8 +29,9 @@ class PendingGather:
     sent: list[Tensor]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with blocked():
+            for work in self.works:
+                work.wait()
         self.storage.after_gather()
 
 

@@ -12,11 +12,11 @@ from moefold.comm.host_copies import ToHost, integers_on_device
 from moefold.layout.axes import World
 
 
-def any_rank_asks(requests: Sequence[object], world: World) -> ToHost:
-    """Whether any rank has a request: a number that is above 0 on all ranks. It is read a step later, when it has
-    arrived on the host without anybody waiting."""
-    count = integers_on_device([len(requests)], world.device)
-    return ToHost(all_reduce_max_no_grad(count, world.everyone))
+def any_rank_asks(requests: Sequence[object], world: World, more: Sequence[int] = ()) -> ToHost:
+    """Whether any rank has a request: a number that is above 0 on all ranks. Behind it are the largest of all ranks'
+    `more`. It is read a step later, when it has arrived on the host without anybody waiting."""
+    numbers = integers_on_device([len(requests), *more], world.device)
+    return ToHost(all_reduce_max_no_grad(numbers, world.everyone))
 
 
 @contextmanager

@@ -3,6 +3,7 @@ that the damage is found (train/non_finite.py, train/replica_check.py)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.config.errors import UserError
-from moefold.config.fault_order import STATE_KINDS, FaultOrder, parse_fault
+from moefold.config.fault_order import STATE_KINDS, TIME_FAULTS, FaultOrder, parse_fault
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.weight_copies import count_change, keeps_values
 from moefold.model.step_borders import is_differentiable
 from moefold.model.steps import Carry, Step, StepRewrite, Steps
 from moefold.shard.storage import LogicalValues
 from moefold.train.assemble import Run
+from moefold.watch.supervisor import RESTARTS_FILE
 
 BAD_VALUES = {"nan": float("nan"), "inf": float("inf")}
 
@@ -31,6 +33,11 @@ def injected_fault(run: Run, number: int, again: bool = False) -> Iterator[None]
     text = run.config.observe.fault
     order = parse_fault(text) if text else None
     if order is None or not order.is_due(run.world.rank, number):
+        yield
+    elif order.value in TIME_FAULTS:
+        with disturbed_time(order):
+            yield
+    elif order.once and (run.out / RESTARTS_FILE).exists():
         yield
     elif order.place == "gradient":
         with spoiled_gradient(run, order):
@@ -46,6 +53,33 @@ def injected_fault(run: Run, number: int, again: bool = False) -> Iterator[None]
             yield
     else:
         yield  # nothing has mended optimizer state
+
+
+@contextmanager
+def disturbed_time(order: FaultOrder) -> Iterator[None]:
+    """Inside, the clock has jumped; or the block takes so many times as long."""
+    if order.value == "clock":
+        shift_wall_clock(order.seconds)
+    begun = time.perf_counter()
+    yield
+    elapsed = time.perf_counter() - begun
+    time.sleep(max(0, order.times - 1) * elapsed)
+
+
+def shift_wall_clock(seconds: int) -> None:
+    """Let the clock of this process jump, as that of a machine does which is set: what measures durations does not."""
+    time_before, local_before = time.time, time.localtime
+    written_before = time.strftime
+
+    def local_time(moment: float | None = None) -> time.struct_time:
+        return local_before(time.time() if moment is None else moment)
+
+    def written_time(form: str, moment: time.struct_time | None = None) -> str:
+        return written_before(form, local_time() if moment is None else moment)
+
+    time.time = lambda: time_before() + seconds
+    time.localtime = local_time
+    time.strftime = written_time
 
 
 @contextmanager

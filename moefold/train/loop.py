@@ -51,6 +51,7 @@ from moefold.train.routing_replay import check_replay
 from moefold.train.spike_log import SpikeLog
 from moefold.train.step import StepReport, sequences_of_step, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
+from moefold.train.step_times import StepTimer, TimesRecorder, open_times_recorder
 from moefold.watch.guard import RankGuard
 from moefold.watch.position import enter_step, slow_phase, training_phase
 from moefold.watch.stop_requests import StopRequest, StopRequests, signals_as_requests
@@ -227,11 +228,11 @@ def source_lines(run: Run) -> list[str]:
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A step that the device may not have finished: its report, and whether any rank had a stop request when it
-    began."""
+    """A step that the device may not have finished: its report, and what ranks have exchanged when it began: whether
+    any has a stop request, and every few steps the times of all."""
 
     report: StepReport
-    stop_requested: ToHost
+    exchanged: ToHost
 
 
 class RunRecorder:
@@ -246,6 +247,7 @@ class RunRecorder:
         routing_log: RoutingLog | None,
         operands: OperandRecorder | None = None,
         spikes: SpikeLog | None = None,
+        times: TimesRecorder | None = None,
     ):
         self.run = run
         self.progress = progress
@@ -254,6 +256,7 @@ class RunRecorder:
         self.routing_log = routing_log
         self.operands = operands
         self.spikes = spikes
+        self.times = times
         self.dead_experts = DeadExpertWatch()
         config = run.config
         self.flops = run_flops_per_token(config)
@@ -332,13 +335,15 @@ class RunRecorder:
     def finish_and_record(self, begun: StepInFlight, validates: bool = False) -> bool:
         """Wait for a step and record it. Returns whether any rank has a stop request."""
         values = self.step_values(begun.report)
+        requests, *times = begun.exchanged.read().tolist()
+        if times and self.times:
+            values |= self.times.record(begun.report.number, times)
         if validates:
             values |= self.validation_values()
         self.write_record(begun.report.number, values)
         if self.routing_log:
             self.routing_log.write_through(begun.report.number)
-        requests = begun.stop_requested.read()
-        return requests.item() > 0
+        return requests > 0
 
     def write_record(self, step: int, values: dict[str, Any]) -> None:
         record = {"step": step, **values}
@@ -371,8 +376,9 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
             sinks.append(tensorboard)
         sinks += open_trackers(run.config, run.out, progress.print_message)
     operands = open_operand_recorder(run, last_kept, tensorboard)
+    times = open_times_recorder(run, last_kept, progress.print_message)
     try:
-        yield RunRecorder(run, progress, sinks, router_log, routing_log, operands, spikes)
+        yield RunRecorder(run, progress, sinks, router_log, routing_log, operands, spikes, times)
     finally:
         progress.close()
         if operands:
@@ -383,6 +389,8 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
             router_log.close()
         if spikes:
             spikes.close()
+        if times:
+            times.close()
         if routing_log:
             routing_log.close()
 
@@ -397,6 +405,7 @@ class TrainingLoop:
         self.requests = requests
         self.saver = saver
         self.in_flight: StepInFlight | None = None  # begun and not recorded yet
+        self.timer = StepTimer(run.world, run.config.observe.times_every)
         self.say: Printer = recorder.progress.print_message
 
     def run_to_end(self) -> StopRequest | None:
@@ -445,9 +454,11 @@ class TrainingLoop:
         recorder = self.recorder
         enter_step(run.step + 1)
         requests = self.local_requests()
-        report = begin_next_step(run, recorder)
-        stop_requested = any_rank_asks(requests, run.world)
-        begun = StepInFlight(report, stop_requested)
+        with self.timer.timed():
+            report = begin_next_step(run, recorder)
+            times = self.timer.window_at(run.step)
+            exchanged = any_rank_asks(requests, run.world, times)
+        begun = StepInFlight(report, exchanged)
         # The device works on the step just begun; the one before is done, so reading it waits for nothing.
         stop = False
         if self.in_flight is not None:

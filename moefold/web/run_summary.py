@@ -4,6 +4,7 @@ config.yaml     the run's configuration       -> facts (run_facts.py)
 metrics.jsonl   one line per step             -> curves, and maps of layers x steps (metric_series.py)
 router.jsonl    one line every few steps      -> the load of layers x experts x steps, one byte each (load_series.py)
 fp8.jsonl       one line every few steps      -> maps of layers x steps of each kind of FP8 operand (fp8_summary.py)
+times.jsonl     one line every few steps      -> facts (rank_times_summary.py)
 faults.jsonl, restarts.jsonl                  -> faults (fault_list.py)
 evaluations.jsonl                             -> results of `moefold eval` (evaluations.py)
 
@@ -26,6 +27,7 @@ from moefold.web.growing_file import GrowingFile
 from moefold.web.load_series import LoadSeries
 from moefold.web.metric_series import MetricSeries
 from moefold.web.page_numbers import JsonObject
+from moefold.web.rank_times_summary import RankTimesSummary
 from moefold.web.run_facts import describe_run, moe_layer_numbers, tokens_per_step
 
 MAX_MAP_COLUMNS = 400  # of all runs' maps together
@@ -63,6 +65,7 @@ class RunSummary:
         self.router_file = GrowingFile(self.folder / "router.jsonl")
         self.fp8_file = GrowingFile(self.folder / "fp8.jsonl")
         self.faults = FaultList(self.folder)
+        self.times = RankTimesSummary(self.folder)
         self.metrics = MetricSeries(self.map_columns)
         self.load = LoadSeries(self.load_cells)
         self.fp8 = Fp8Series(self.map_columns // 2)
@@ -74,7 +77,7 @@ class RunSummary:
 
     def read_new(self) -> None:
         """Read what the files have gained; all of them from their start where one was written anew."""
-        files = self.metrics_file, self.router_file, self.fp8_file, *self.faults.files
+        files = self.metrics_file, self.router_file, self.fp8_file, self.times.file, *self.faults.files
         if any(file.has_changed_before() for file in files):
             self.forget_files()
         for record in self.metrics_file.new_records():
@@ -84,6 +87,7 @@ class RunSummary:
         for record in self.fp8_file.new_records():
             self.fp8.add_record(record)
         self.faults.read_new()
+        self.times.read_new()
 
     def told_now(self) -> ToldSteps:
         return ToldSteps(
@@ -124,7 +128,8 @@ class RunSummary:
         if self.config is None:
             return []
         step = max(0, self.metrics.last_step)
-        return [*describe_run(self.config, step), ("restarts", self.faults.describe_restarts())]
+        times = ("times of ranks", self.times.describe())
+        return [*describe_run(self.config, step), ("restarts", self.faults.describe_restarts()), times]
 
 
 def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:

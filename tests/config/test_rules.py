@@ -319,6 +319,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "the fault can be injected": [
         ("--observe.fault=nothing", 1, "observe.fault = nothing begins with none of nan, inf, flip"),
         ("--observe.fault=nan", 1, "names 0 of weight, gradient, output"),
+        ("--observe.fault=slow", 1, "observe.fault = slow says no times=, such as times=9"),
     ],
     "skipped spikes are looked for": [
         ("--train.skip_spikes=true", 1, "observe.spike = 0"),

@@ -1,14 +1,16 @@
-"""Process groups of a process share one network thread of Gloo."""
+"""Process groups of a process share one network thread of Gloo, on the interface that the environment names."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from moefold.layout.axes import World
+from moefold.layout.gloo import shared_device
 from tests.support.ranks import run_ranks
 
 
@@ -30,3 +32,15 @@ def test_five_more_groups_start_no_network_thread_and_work():
         assert value == 2.0**5
         assert backend == "gloo"
         assert threads == 1
+
+
+def test_the_interface_of_the_environment_is_used_and_one_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    make_device = shared_device.__wrapped__
+    for names in ("", "lo", "lo,nowhere9"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        assert make_device() is not None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9")
+    with pytest.raises(RuntimeError, match="nowhere9"):
+        make_device()

@@ -59,7 +59,10 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-TIMES = ("tokens_per_s", "tflops", "seconds", "memory_gib")
+TIMES = (
+    *("tokens_per_s", "tflops", "seconds", "memory_gib"),
+    *("compute_s", "communication_s", "waiting_s", "slow_rank"),
+)
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:

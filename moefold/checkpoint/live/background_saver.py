@@ -109,17 +109,16 @@ class BackgroundSaver:
         return [f"the checkpoint of step {self.step} failed"]
 
     def wait_until_written(self) -> None:
-        """Wait until no save is in progress. Raises the error of a failed one."""
+        """Wait until no save is in progress. A save that has failed is a fault of the run, which a
+        restart may mend: the disk may have room again."""
         if self.thread:
             self.thread.join()
             self.thread = None
         error = self.error
         self.error = None
-        failed = f"the checkpoint of step {self.step} was not written"
-        if isinstance(error, UserError):
-            raise UserError(f"{failed}: {error.problems[0]}")
         if error:
-            raise RunFailure(f"{failed}: {error}") from error
+            reason = error.problems[0] if isinstance(error, UserError) else error
+            raise RunFailure(f"the checkpoint of step {self.step} was not written: {reason}") from error
 
 
 def snapshot_parts(tensors: LogicalTensors) -> Parts:

@@ -18,7 +18,7 @@ from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.host_image import HostImage
 from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box, hold_flat_box
-from moefold.config.errors import UserError
+from moefold.config.errors import RunFailure
 from moefold.layout.axes import World, single_rank_world
 from tests.support.ranks import run_ranks
 
@@ -117,7 +117,7 @@ def test_what_goes_wrong_is_told_at_the_end_of_a_step_and_raised_at_the_next_sav
     assert saves.thread
     saves.thread.join()
     assert saves.save_failures() == ["the checkpoint of step 2 failed"]
-    with pytest.raises(UserError, match=f"the checkpoint of step 2 was not written: no space left on {tmp_path}"):
+    with pytest.raises(RunFailure, match=f"the checkpoint of step 2 was not written: no space left on {tmp_path}"):
         saves.begin_save(3, tensors, {"step": 3})
     assert require_checkpoint(tmp_path, single_rank_world(), str).state["step"] == 1
 
@@ -131,7 +131,7 @@ def save_without_room(world: World, folder: str) -> tuple[list[str], str]:
     assert saves.thread
     saves.thread.join()
     failed = saves.save_failures()
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(RunFailure) as refused:
         saves.wait_until_written()
     return failed, str(refused.value)
 
