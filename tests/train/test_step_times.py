@@ -10,7 +10,7 @@ from moefold.layout.axes import World
 from moefold.observe.metrics import read_records
 from moefold.train.host_duties import any_rank_asks
 from moefold.train.step_times import StepTimer
-from moefold.web.run_summary import describe_times
+from moefold.web.rank_times_summary import RankTimesSummary
 from tests.support.launched import launched, small_ranks
 from tests.support.ranks import run_ranks
 
@@ -32,7 +32,9 @@ def test_a_rank_that_is_slowed_is_named_and_one_that_is_not_is_not(tmp_path: Pat
     *_, metrics = read_records(tmp_path / "a" / "metrics.jsonl")
     assert metrics["slow_rank"] == 1
     assert metrics["waiting_s"] > 0
-    assert "step 6: rank 1 is slow" in describe_times(tmp_path / "a")
+    summary = RankTimesSummary(tmp_path / "a")
+    summary.read_new()
+    assert "step 6: rank 1 is slow" in summary.describe()
 
 
 def exchanged(world: World, every: int) -> list[list[int]]:
