@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.support.browser import BROWSER, without_browser
+from tests.support.browser import BROWSER, longest_wait, without_browser
 from tests.support.planner_page import served
 from tests.support.run_folders import run_folder
 
 pytestmark = [pytest.mark.page, without_browser]
-
-WAIT = 60_000  # milliseconds, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +30,8 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A fresh page; anything that breaks in it, or that its policy forbids, is a failure."""
     fresh = browser.new_page(viewport={"width": 1200, "height": 900})
-    fresh.set_default_timeout(WAIT)
-    expect.set_options(timeout=WAIT)
+    fresh.set_default_timeout(longest_wait())
+    expect.set_options(timeout=longest_wait())
     complaints: list[str] = []
     fresh.on("pageerror", lambda error: complaints.append(str(error)))
     fresh.on("console", lambda message: complaints.append(message.text))

@@ -12,14 +12,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from moefold.plan.answer import answer_request
-from tests.support.browser import BROWSER, without_browser
+from tests.support.browser import BROWSER, longest_wait, without_browser
 from tests.support.planner_page import served
 
 pytestmark = [pytest.mark.page, without_browser]
 
 SMALL = {"model": "qwen3-30b-a3b-tiny", "gpus": "8", "gpu": "h100", "seq": "1024", "gbs": "64", "mbs": "1"}
 LAYOUT = {"parallel.pp": "2", "pipeline.vpp": "2", "parallel.ep": "4", "overlap": "false"}
-WAIT = 60_000  # milliseconds, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,8 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A fresh page; anything that breaks in it, or that its policy forbids, is a failure."""
     opened = browser.new_page(viewport={"width": 1400, "height": 900})
-    opened.set_default_timeout(WAIT)
-    expect.set_options(timeout=WAIT)
+    opened.set_default_timeout(longest_wait())
+    expect.set_options(timeout=longest_wait())
     complaints: list[str] = []
     opened.on("pageerror", lambda error: complaints.append(str(error)))
     opened.on("console", lambda message: complaints.append(message.text) if is_fault(message.text) else None)
@@ -228,7 +227,7 @@ def test_everything_works_with_the_keyboard_alone(page: Page, place: str):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone_nothing_is_wider_than_the_screen_and_texts_stand_out(browser: Browser, place: str, scheme: Any):
     page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
-    expect.set_options(timeout=WAIT)
+    expect.set_options(timeout=longest_wait())
     open_at(page, place)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     expect(page.locator("#brief")).to_contain_text("fits")
