@@ -14,7 +14,7 @@ from moefold.layout.spawn import RanksEnd
 from moefold.observe.metrics import read_records
 from moefold.watch import supervisor
 from moefold.watch.supervisor import RunFault, Supervisor, is_fault
-from moefold.web.run_summary import describe_restarts
+from moefold.web.fault_list import FaultList
 from tests.support.launched import has_steps, launched, small_ranks, wait_until
 from tests.support.runs import numbers
 
@@ -37,7 +37,9 @@ def test_a_killed_rank_costs_a_restart_and_no_bit_of_the_losses(tmp_path: Path):
     assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
     (restart,) = read_records(tmp_path / "a" / "restarts.jsonl")
     assert restart["cause"] == "rank 1 was killed by SIGKILL"
-    assert describe_restarts(tmp_path / "a") == f"1 (step {restart['step']}: rank 1 was killed by SIGKILL)"
+    faults = FaultList(tmp_path / "a")
+    faults.read_new()
+    assert faults.describe_restarts() == f"1 (step {restart['step']}: rank 1 was killed by SIGKILL)"
 
 
 def test_a_step_that_is_not_finite_twice_ends_the_run(tmp_path: Path):
