@@ -27,14 +27,22 @@ LOGITS_IN_PLACE = 10 << 26  # where the gradient overwrites the logits: 4096 tok
 
 @register_op
 def cross_entropy(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard = WHOLE_VOCABULARY) -> Tensor:
+    refuse_vocab_shards("cross_entropy", words)
+    logits = wide_logits(x_TD, w_VD)
+    return F.cross_entropy(logits, labels_T, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def refuse_vocab_shards(op: str, words: VocabShard) -> None:
+    """A reference has the whole vocabulary."""
     if words is not WHOLE_VOCABULARY:
         raise UserError(
-            "kernels.force: cross_entropy=reference needs the whole vocabulary; leave it out, or set parallel.tp to 1"
+            f"kernels.force: {op}=reference needs the whole vocabulary; leave it out, or set parallel.tp to 1"
         )
+
+
+def wide_logits(x_TD: Tensor, w_VD: Tensor) -> Tensor:
     logits = plain_product(x_TD, w_VD)
-    wide = wide_dtype(logits)
-    wide_logits = logits.to(wide)
-    return F.cross_entropy(wide_logits, labels_T, reduction="sum", ignore_index=IGNORE_INDEX)
+    return logits.to(wide_dtype(logits))
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -174,21 +182,18 @@ def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, factor, out=out)
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> TwoTensors:
-    """d loss / d logits for the vocabulary rows held here, times the factor of the dtype, and the loss over the whole
-    vocabulary."""
-    dtype = logits.dtype
-    wide = wide_dtype(logits)
-    logits = logits.to(wide)
-    valid = labels != IGNORE_INDEX
-    # The label's column, if it is held here.
+def label_columns(labels: Tensor, logits: Tensor, words: VocabShard) -> TwoTensors:
+    """Whether the vocabulary rows held here have the label of each token, and its column; 0 where they have not."""
     label = labels - words.first
     column = label[:, None]
     width = logits.shape[1]
     is_behind_first = column >= 0
     held = is_behind_first & (column < width)
-    column = column * held
-    # Log-sum-exp over all ranks' shards.
+    return held, column * held
+
+
+def log_sum_of_shards(logits: Tensor, words: VocabShard) -> Tensor:
+    """The log-sum-exp of each token over the shards of all ranks."""
     largest = logits.amax(-1, keepdim=True)
     largest = words.largest(largest)
     powers = logits - largest
@@ -196,7 +201,18 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> TwoT
     total = powers.sum(-1, keepdim=True)
     del powers  # as large as the logits
     total = words.total(total)
-    log_sum = total.log_() + largest
+    return total.log_() + largest
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> TwoTensors:
+    """d loss / d logits for the vocabulary rows held here, times the factor of the dtype, and the loss over the whole
+    vocabulary."""
+    dtype = logits.dtype
+    wide = wide_dtype(logits)
+    logits = logits.to(wide)
+    valid = labels != IGNORE_INDEX
+    held, column = label_columns(labels, logits, words)
+    log_sum = log_sum_of_shards(logits, words)
     # The loss.
     found = logits.gather(1, column)
     target = words.total(found * held)

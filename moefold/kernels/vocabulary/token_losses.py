@@ -11,15 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.config.errors import UserError
-from moefold.kernels.linear.matmul import matmul_into, plain_product
-from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
+from moefold.kernels.linear.matmul import matmul_into
+from moefold.kernels.registry import register_op
 from moefold.kernels.vocabulary.cross_entropy import (
     CHUNK_LOGITS,
-    CROSS_ENTROPY_SIZES,
     add_product,
+    cross_entropy_cases,
+    label_columns,
+    log_sum_of_shards,
+    refuse_vocab_shards,
     tokens_of_chunk,
     wide_dtype,
+    wide_logits,
 )
 from moefold.kernels.vocabulary.vocab_shard import WHOLE_VOCABULARY, VocabShard
 from moefold.layout.gradient_sink import memory_for_gradient
@@ -28,13 +31,9 @@ from moefold.layout.labels import IGNORE_INDEX
 
 @register_op
 def token_losses(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard = WHOLE_VOCABULARY) -> Tensor:
-    if words is not WHOLE_VOCABULARY:
-        raise UserError(
-            "kernels.force: token_losses=reference needs the whole vocabulary; leave it out, or set parallel.tp to 1"
-        )
-    logits = plain_product(x_TD, w_VD)
-    wide_logits = logits.to(wide_dtype(logits))
-    return F.cross_entropy(wide_logits, labels_T, reduction="none", ignore_index=IGNORE_INDEX)
+    refuse_vocab_shards("token_losses", words)
+    logits = wide_logits(x_TD, w_VD)
+    return F.cross_entropy(logits, labels_T, reduction="none", ignore_index=IGNORE_INDEX)
 
 
 @token_losses.register_fast("chunked")
@@ -89,31 +88,4 @@ def chunks_of_tokens(x_TD: Tensor, w_VD: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(x_TD), size)]
 
 
-def wide_logits(x: Tensor, w_VD: Tensor) -> Tensor:
-    logits = plain_product(x, w_VD)
-    return logits.to(wide_dtype(logits))
-
-
-def label_columns(labels: Tensor, logits: Tensor, words: VocabShard) -> tuple[Tensor, Tensor]:
-    """Whether the vocabulary rows held here have the label of each token, and its column; 0 where they have not."""
-    column = (labels - words.first)[:, None]
-    held = (column >= 0) & (column < logits.shape[1])
-    return held, column * held
-
-
-def log_sum_of_shards(logits: Tensor, words: VocabShard) -> Tensor:
-    """The log-sum-exp of each token over the shards of all ranks."""
-    largest = words.largest(logits.amax(-1, keepdim=True))
-    total = (logits - largest).exp_().sum(-1, keepdim=True)
-    return words.total(total).log_() + largest
-
-
-@token_losses.register_cases
-def token_loss_cases(draw: CaseInputs) -> Cases:
-    for t, d, v in CROSS_ENTROPY_SIZES:
-        generator = torch.Generator().manual_seed(t)
-        labels = torch.randint(v, (t,), generator=generator)
-        labels[1::5] = IGNORE_INDEX
-        x = draw.normal(t, d)
-        w = draw.normal(v, d, seed=1)
-        yield KernelCase(f"{t} tokens, {v} words", (x, w, labels.to(draw.device)))
+token_losses.register_cases(cross_entropy_cases)
