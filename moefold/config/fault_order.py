@@ -67,7 +67,7 @@ def parse_fault(text: str) -> FaultOrder:
             known = ", ".join((*PLACES, *NUMBERS))
             raise ValueError(f"has {printable_text(word)}, which gives none of {known}")
     if value in TIME_FAULTS:
-        return time_fault(value, places, numbers)
+        return time_fault(value, places, numbers)._replace(once=once)
     if len(places) != 1:
         raise ValueError(f"names {len(places)} of {', '.join(PLACES)} instead of one")
     place, name = places[0]

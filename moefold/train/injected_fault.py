@@ -32,13 +32,11 @@ def injected_fault(run: Run, number: int, again: bool = False) -> Iterator[None]
     again, to find the fault; weights are as before behind the block."""
     text = run.config.observe.fault
     order = parse_fault(text) if text else None
-    if order is None or not order.is_due(run.world.rank, number):
+    if order is None or not is_due(run, order, number):
         yield
     elif order.value in TIME_FAULTS:
         with disturbed_time(order):
             yield
-    elif order.once and (run.out / RESTARTS_FILE).exists():
-        yield
     elif order.place == "gradient":
         with spoiled_gradient(run, order):
             yield
@@ -53,6 +51,13 @@ def injected_fault(run: Run, number: int, again: bool = False) -> Iterator[None]
             yield
     else:
         yield  # nothing has mended optimizer state
+
+
+def is_due(run: Run, order: FaultOrder, number: int) -> bool:
+    """Whether this rank has the fault in the step with this number; one that is ordered once, in no restarted run."""
+    if order.once and (run.out / RESTARTS_FILE).exists():
+        return False
+    return order.is_due(run.world.rank, number)
 
 
 @contextmanager
