@@ -203,14 +203,16 @@ def test_a_trace_shows_shared_experts_inside_the_travel_of_their_own_microbatch_
     for tries, held_up in run_ranks(traced_shared, 2, ep=2):
         assert held_up == 0, "no exchange runs on the compute lane"
         for kind in "FD":
-            # Forward, a plan that waits for the other rank's counts may take as long as the shared experts.
-            expected = {"plan", "dispatch"} if kind == "F" else {"combine"}
+            # Forward, a plan that waits for the other rank's counts may take as long as the shared experts: then
+            # no dispatch lies beside them.
+            own = {"plan", "dispatch"} if kind == "F" else {"combine"}
             shares = []
             for events in tries:
                 of_kind = [e for e in events if " " in e.name and e.name.split()[1][0] == kind]
                 hidden, beside = hidden_shares(of_kind)
                 assert len(hidden) == passes
-                assert beside == expected
+                assert beside, "shared experts have an exchange of their own microbatch beside them"
+                assert beside <= own
                 shares.append(hidden)
             best = [max(of_pass) for of_pass in zip(*shares, strict=True)]
             assert median(best) >= 0.8, f"{kind}: {median(best):.0%} of what can be hidden is hidden"
