@@ -10,7 +10,7 @@ biases, embedding and head are left to AdamW (optim/parameter_groups.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import NamedTuple
 
@@ -23,16 +23,19 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import hashed_random_bits, scaled_gradient, stochastic_round
 from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients, newton_schulz_flops
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
+from moefold.layout.axes import Axis
 from moefold.layout.declare import DeclaredParameter, MatrixShape
 from moefold.optim.matrix_batches import MatrixBatch, map_whole_matrices
 from moefold.optim.rule import (
     BucketShare,
+    ParameterMatrices,
     RuleState,
     StateKinds,
     StepNumbers,
     stochastic_rounding_seed,
     weight_decay_of,
 )
+from moefold.shard.storage import WHOLE_SHARE
 
 
 class MuonScalars(NamedTuple):
@@ -54,6 +57,9 @@ MUON_SCALES: dict[str, MatrixScale] = {
 
 
 DIRECTION_DTYPES = {torch.float16: torch.bfloat16}  # gradients without their loss scale are too small for fp16
+
+WINDOW_ELEMENTS = 2**26  # of matrices that are updated at a time
+MatricesIn = Callable[[Tensor], Iterable[ParameterMatrices]]  # in a flat tensor of a share's elements
 
 
 class Muon:
@@ -116,65 +122,82 @@ class Muon:
         return MuonScalars(lr, keep, seed)
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
-        main = share.storage.main_values()
+        """Matrices that an axis cuts are updated together, so that its ranks share Newton-Schulz evenly; others window
+        by window, because what is between a gradient and its weights takes several times their memory."""
+        if cuts_matrices(share):
+            self.update_elements(share, WHOLE_SHARE, share.matrices, scale, scalars)
+            return
+        for window in share.matrix_windows(WINDOW_ELEMENTS):
+            self.update_elements(share, window.elements, window.matrices, scale, scalars)
+
+    def update_elements(
+        self, share: BucketShare, elements: slice, matrices: MatricesIn, scale: Tensor, scalars: Tensor
+    ) -> None:
+        main = share.storage.main_values(elements)
         is_finite = scale.isfinite()
         seed = scalars[SEED].to(torch.int64)
-        direction = self.next_direction(share, scale, seed, main.dtype)
+        direction = self.next_direction(share, elements, scale, seed, main.dtype)
         # A direction of zeros moves nothing: Newton-Schulz of zeros is zeros.
         direction = direction.where(is_finite, 0)
         dtype = share.weights.dtype
         direction_dtype = DIRECTION_DTYPES.get(dtype, dtype)
         direction = direction.to(direction_dtype)
-        batches = list(self.batches(share, direction))
+        axis = share.bucket.matrix_parts
+        batches = [self.matrix_batch(parameter, view, axis) for parameter, view in matrices(direction)]
         orthogonal = map_whole_matrices(batches, self.flops, self.orthogonalise)
         lr, keep = scalars[:2].to(main.dtype)
         sound_keep = keep.where(is_finite, 1)
-        views = [view for _, view in share.matrices(main)]
+        views = [view for _, view in matrices(main)]
         for weights, batch, step in zip(views, batches, orthogonal, strict=True):
             rows, columns = batch.whole
             factor = lr * self.scale_of(rows, columns)
             weights.mul_(sound_keep)
             weights.sub_(step.view_as(weights) * factor)
-        share.storage.refresh_weights(main, seed)
+        share.storage.refresh_weights(main, seed, elements)
 
-    def next_direction(self, share: BucketShare, scale: Tensor, seed: Tensor, dtype: torch.dtype) -> Tensor:
+    def next_direction(
+        self, share: BucketShare, elements: slice, scale: Tensor, seed: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         """Update the momentum, unless the scale is not finite, and return the direction of the step."""
-        kept = share.state["momentum"]
-        assert isinstance(kept, Tensor), "momentum has no blocks"
-        gradient = scaled_gradient(share.gradient, scale, dtype)
+        momentum_of_share = share.state["momentum"]
+        assert isinstance(momentum_of_share, Tensor), "momentum has no blocks"
+        kept = momentum_of_share[elements]
+        gradient = scaled_gradient(share.gradient[elements], scale, dtype)
         momentum = kept.to(dtype)
         momentum = momentum.lerp(gradient, 1 - self.momentum)
-        rounded = self.rounded_momentum(momentum, kept.dtype, seed)
+        rounded = self.rounded_momentum(momentum, kept.dtype, seed, elements.start or 0)
         is_finite = scale.isfinite()
         kept.copy_(rounded.where(is_finite, kept))
         if self.nesterov:
             return gradient.lerp(momentum, self.momentum)
         return momentum
 
-    def rounded_momentum(self, momentum: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:
-        """The momentum in the dtype in which it is kept."""
+    def rounded_momentum(self, momentum: Tensor, dtype: torch.dtype, seed: Tensor, first: int) -> Tensor:
+        """The momentum in the dtype in which it is kept, of a share's elements from `first` on."""
         if self.stochastic:
             size = len(momentum)
-            hashed = hashed_random_bits(0, size, seed, momentum.device)
+            hashed = hashed_random_bits(first, size, seed, momentum.device)
             random_bits = hashed & 0xFFFF
             momentum = stochastic_round(momentum, dtype, random_bits)
         return round_to_nearest(momentum, dtype)
 
-    def batches(self, share: BucketShare, direction: Tensor) -> Iterator[MatrixBatch]:
-        """The matrices of each parameter in the share, as Newton-Schulz takes them."""
-        axis = share.bucket.matrix_parts
+    def matrix_batch(self, parameter: DeclaredParameter, view_NRC: Tensor, axis: Axis | None) -> MatrixBatch:
+        """A parameter's matrices as Newton-Schulz takes them. `axis` may cut them."""
+        whole = self.matrix_of(parameter)
+        if self.takes_heads(parameter):
+            heads_NRC = view_NRC.reshape(-1, *whole)  # tp cuts between heads
+            return MatrixBatch(heads_NRC, whole)
+        cut = parameter.declaration.matrix_cut
         is_alone = axis is None or axis.size == 1
-        for parameter, view_NRC in share.matrices(direction):
-            whole = self.matrix_of(parameter)
-            cut = parameter.declaration.matrix_cut
-            if self.takes_heads(parameter):
-                heads_NRC = view_NRC.reshape(-1, *whole)  # tp cuts between heads
-                yield MatrixBatch(heads_NRC, whole)
-            elif cut is None or is_alone:
-                yield MatrixBatch(view_NRC, whole)
-            else:
-                cut_dim = 1 + cut.dim
-                yield MatrixBatch(view_NRC, whole, axis, cut_dim)
+        if cut is None or is_alone:
+            return MatrixBatch(view_NRC, whole)
+        cut_dim = 1 + cut.dim
+        return MatrixBatch(view_NRC, whole, axis, cut_dim)
 
     def orthogonalise(self, x_NRC: Tensor) -> Tensor:
         return self.newton_schulz(x_NRC, self.coefficients)
+
+
+def cuts_matrices(share: BucketShare) -> bool:
+    axis = share.bucket.matrix_parts
+    return axis is not None and axis.size > 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from math import prod
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from moefold.shard.storage import WeightStorage
 StateKinds = tuple[str, ...]
 RuleState = dict[str, Moment]  # by kind
 StepNumbers = Sequence[float]
+ParameterMatrices = tuple[DeclaredParameter, Tensor]  # as a view (matrices, rows, columns)
 
 
 @dataclass
@@ -54,11 +56,38 @@ class BucketShare:
         dtype = self.weights.dtype
         return torch.promote_types(dtype, torch.float32)
 
-    def matrices(self, flat: Tensor) -> Iterator[tuple[DeclaredParameter, Tensor]]:
+    def matrices(self, flat: Tensor) -> Iterator[ParameterMatrices]:
         """Each parameter's matrices in a flat tensor of the share, as views (matrices, rows, columns). A matrix that
         the placement cuts over tp or etp is this rank's part of it."""
         for piece, view in self.bucket.matrix_views(flat):
             yield piece.parameter, view
+
+    def matrix_windows(self, most: int) -> Iterator[MatrixWindow]:
+        """Runs of one parameter's matrices: at most so many elements, or one matrix."""
+        for piece in self.bucket.pieces():
+            matrix = piece.parameter.matrix
+            if matrix is None:
+                continue
+            size = prod(matrix)
+            step = max(1, most // size) * size
+            end = piece.window.stop
+            for first in range(piece.offset, end, step):
+                last = min(first + step, end)
+                yield MatrixWindow(slice(first, last), piece.parameter)
+
+
+class MatrixWindow(NamedTuple):
+    """Elements of a share: matrices of one parameter."""
+
+    elements: slice
+    parameter: DeclaredParameter
+
+    def matrices(self, flat: Tensor) -> list[ParameterMatrices]:
+        """The parameter's matrices in a flat tensor of the window."""
+        matrix = self.parameter.matrix
+        assert matrix is not None, f"{self.parameter.name} has no matrix"
+        view = flat.view(-1, *matrix)
+        return [(self.parameter, view)]
 
 
 class Rule(Protocol):

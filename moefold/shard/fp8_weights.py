@@ -28,6 +28,7 @@ from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightForm
 from moefold.kernels.quantise.quantise_weight_share import cast_share, share_maxima, transpose_values
 from moefold.layout.weight_copies import release_stored, store_copy, take_rewritten
 from moefold.shard.storage import (
+    WHOLE_SHARE,
     FlatWeights,
     FusedOperands,
     LargestOfReplicas,
@@ -35,6 +36,7 @@ from moefold.shard.storage import (
     MoveTensor,
     Wire,
     flat_part,
+    store_values,
 )
 
 
@@ -135,12 +137,11 @@ class Fp8Weights(FlatWeights):
             copy = QuantisedWeight(forward, transposed)
             store_copy(parameter, self.format, copy)
 
-    def main_values(self) -> Tensor:
-        return self.main
+    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
+        return self.main[window]
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
-        if values is not self.main:
-            self.main.copy_(values)
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
+        store_values(values, self.main[window])
 
     def fused_operands(self) -> FusedOperands:
         return FusedOperands(self.main, None)

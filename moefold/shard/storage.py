@@ -38,6 +38,7 @@ class LogicalValues(Protocol):
 
 
 SavedValues = Tensor | LogicalValues
+WHOLE_SHARE = slice(None)
 
 
 class FusedOperands(NamedTuple):
@@ -70,11 +71,12 @@ class WeightStorage(Protocol):
         """Make main weights for this share, from the weights as they are."""
         ...
 
-    def main_values(self) -> Tensor:
-        """Main weights of the share in fp32 or better: the live tensor where one exists, else a copy."""
+    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
+        """Main weights of the share, or of a window of it, in fp32 or better: the live tensor where one exists, else a
+        copy."""
         ...
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
         """Store new main weights, and round them into the weights of the share. `seed`: of stochastic rounding, for
         weights without main weights."""
         ...
@@ -146,6 +148,12 @@ class FlatWeights:
         return self.weights.nbytes
 
 
+def store_values(values: Tensor, place: Tensor) -> None:
+    """Copy values to a place, unless they are there already."""
+    if values.data_ptr() != place.data_ptr():
+        place.copy_(values)
+
+
 class PlainWeights(FlatWeights):
     """Main weights are the weights themselves, or an fp32 copy of bf16 weights."""
 
@@ -159,16 +167,15 @@ class PlainWeights(FlatWeights):
     def has_main_copy(self) -> bool:
         return self.main is not self.share_of_weights
 
-    def main_values(self) -> Tensor:
-        return self.main
+    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
+        return self.main[window]
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
-        if values is not self.main:
-            self.main.copy_(values)
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
+        store_values(values, self.main[window])
         if self.has_main_copy:
             dtype = self.weights.dtype
-            rounded = round_to_nearest(self.main, dtype)
-            self.share_of_weights.copy_(rounded)
+            rounded = round_to_nearest(values, dtype)
+            self.share_of_weights[window].copy_(rounded)
 
     def fused_operands(self) -> FusedOperands:
         weights = None
@@ -199,13 +206,13 @@ class SplitFp32Weights(FlatWeights):
         lower = torch.zeros_like(upper, dtype=torch.int16)
         self.values = SplitValues(upper, lower)
 
-    def main_values(self) -> Tensor:
-        whole = len(self.values)
-        return self.values.get(0, whole)
+    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
+        values = self.values[window]
+        return values.get(0, len(values))
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
-        whole = len(self.values)
-        self.values.put(0, whole, values)
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
+        stored = self.values[window]
+        stored.put(0, len(stored), values)
 
     def fused_operands(self) -> FusedOperands:
         values = self.values
@@ -292,17 +299,17 @@ class RoundedWeights(FlatWeights):
         self.first = share.start
         self.share_of_weights = self.weights_of_share(share)
 
-    def main_values(self) -> Tensor:
-        return self.share_of_weights.float()
+    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
+        return self.share_of_weights[window].float()
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None) -> None:
+    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
         dtype = self.weights.dtype
         if seed is not None:
-            size = len(values)
-            random_bits = weight_random_bits(self.first, size, seed, values.device)
+            first = self.first + (window.start or 0)
+            random_bits = weight_random_bits(first, len(values), seed, values.device)
             values = stochastic_round(values, dtype, random_bits)
         rounded = round_to_nearest(values, dtype)
-        self.share_of_weights.copy_(rounded)
+        self.share_of_weights[window].copy_(rounded)
 
     def fused_operands(self) -> FusedOperands:
         return FusedOperands(self.share_of_weights, None)

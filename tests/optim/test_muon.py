@@ -16,6 +16,7 @@ from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.model.transformer import Transformer
+from moefold.optim import muon
 from moefold.optim.muon import MUON_SCALES
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
@@ -192,6 +193,16 @@ def test_the_momentum_may_be_bf16(rounding: Any):
             found, exact = share.state["momentum"], other.state["momentum"]
             assert found.dtype == torch.bfloat16
             torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("main", ["none", "split", "fp32"])
+def test_windows_of_one_matrix_give_the_bits_of_one_window(main: Any, monkeypatch: pytest.MonkeyPatch):
+    optim = replace(MUON, main=main, moments="bf16", rounding="stochastic")
+    together = train(optim, "bf16")
+    monkeypatch.setattr(muon, "WINDOW_ELEMENTS", 1)
+    one_by_one = train(optim, "bf16")
+    for (name, a), (_, b) in zip(together.named_parameters(), one_by_one.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_split_main_weights_are_those_of_an_fp32_copy():
