@@ -1,14 +1,17 @@
-"""`moefold bench curves`: loss curves of fast kernels and of reference kernels, over the same steps on the same text.
+"""`moefold bench curves`: loss curves of variants of one configuration, over the same steps on the same text.
 
-Three runs: fast kernels in bf16, references in bf16, references in fp32. The distance of the two bf16 curves from the
-fp32 curve is the effect of rounding; that of the fast kernels should be no larger than that of the references.
+`--of kernels`: fast kernels in bf16, references in bf16, references in fp32. The distance of the two bf16 curves from
+the fp32 curve is the effect of rounding; that of the fast kernels should be no larger than that of the references.
+`--of optimizers`: AdamW with fp32 states, AdamW with 8-bit moments and no main weights, and Muon.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from operator import sub
 from pathlib import Path
 from statistics import mean
 
@@ -16,7 +19,7 @@ from rich.console import Console
 
 from moefold.bench.machine import machine_facts, resolve_device
 from moefold.bench.options import CurvesOptions
-from moefold.bench.report import Report, add_number_columns, report_table, show_report
+from moefold.bench.report import Report, add_number_columns, report_table, show_report, tell_progress
 from moefold.config.run import (
     AttentionConfig,
     BalanceConfig,
@@ -36,23 +39,33 @@ from moefold.train.assemble import assemble_run
 from moefold.train.step import take_next_step
 
 FORCED_REFERENCES = tuple(f"{op}=reference" for op in CATALOG)
-CURVE_TITLES = {"fast": "fast kernels, bf16", "reference": "references, bf16", "exact": "references, fp32"}
-CURVE_COLOURS = {"fast": "#c2410c", "reference": "#1d4ed8", "exact": "#111827"}
-
-
 Curves = dict[str, list[float]]  # the loss of every step, by variant
 Distances = dict[str, dict[str, float]]
 ByCurve = dict[str, str]  # a title or a colour
+Variants = dict[str, Config]
+
+
+@dataclass(frozen=True)
+class CurveComparison:
+    """Variants of a configuration, and the one from which the distance of the others is measured."""
+
+    variants: Callable[[Config], Variants]
+    baseline: str
+    baseline_title: str
+    titles: ByCurve
+    colours: ByCurve
 
 
 def run_benchmark(options: CurvesOptions) -> int:
     device = resolve_device(options.device)
-    report = curves_report(device, options.steps)
+    comparison = COMPARISONS[options.of]
+    report = curves_report(device, options.steps, comparison)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        svg = curves_as_svg(report["losses"])
+        svg = curves_as_svg(report["losses"], comparison)
         (options.out / "curves.svg").write_text(svg)
-    return show_report(report, options.json, print_curves_report)
+    show = partial(print_curves_report, comparison=comparison)
+    return show_report(report, options.json, show)
 
 
 def curves_config(device: str, steps: int) -> Config:
@@ -90,7 +103,7 @@ def load_text(config: Config) -> Corpus:
     return load_corpus(config.data, tokenizer, vocab)
 
 
-def kernel_variants(config: Config) -> dict[str, Config]:
+def kernel_variants(config: Config) -> Variants:
     bf16 = replace(config.train, precision="bf16")
     fp32 = replace(config.train, precision="fp32")
     references = replace(config.kernels, force=FORCED_REFERENCES)
@@ -102,6 +115,44 @@ def kernel_variants(config: Config) -> dict[str, Config]:
     }
 
 
+def optimizer_variants(config: Config) -> Variants:
+    bf16 = replace(config.train, precision="bf16")
+    config = replace(config, train=bf16)
+    optim = config.optim
+    lean = replace(optim, main="none", moments="int8")
+    muon = replace(optim, rule="muon")
+    lean_muon = replace(muon, main="none", moments="bf16")
+    return {
+        "adamw": config,
+        "adamw_int8": replace(config, optim=lean),
+        "muon": replace(config, optim=muon),
+        "muon_bf16": replace(config, optim=lean_muon),
+    }
+
+
+COMPARISONS = {
+    "kernels": CurveComparison(
+        kernel_variants,
+        baseline="exact",
+        baseline_title="fp32",
+        titles={"fast": "fast kernels, bf16", "reference": "references, bf16", "exact": "references, fp32"},
+        colours={"fast": "#c2410c", "reference": "#1d4ed8", "exact": "#111827"},
+    ),
+    "optimizers": CurveComparison(
+        optimizer_variants,
+        baseline="adamw",
+        baseline_title="AdamW",
+        titles={
+            "adamw": "AdamW, fp32 states",
+            "adamw_int8": "AdamW, int8 moments",
+            "muon": "Muon, fp32 states",
+            "muon_bf16": "Muon, bf16 momentum",
+        },
+        colours={"adamw": "#111827", "adamw_int8": "#6b7280", "muon": "#c2410c", "muon_bf16": "#1d4ed8"},
+    ),
+}
+
+
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
     train = config.train
     world = single_rank_world(train.device)
@@ -111,26 +162,27 @@ def training_losses(config: Config, corpus: Corpus) -> list[float]:
     return [report.loss for report in reports]
 
 
-def curves_report(device: str, steps: int) -> Report:
+def curves_report(device: str, steps: int, comparison: CurveComparison) -> Report:
     config = curves_config(device, steps)
     corpus = load_text(config)
     curves: Curves = {}
-    for name, variant in kernel_variants(config).items():
+    for name, variant in comparison.variants(config).items():
+        tell_progress(comparison.titles[name])
         curves[name] = training_losses(variant, corpus)
     return {
         **machine_facts(device),
         "steps": steps,
         "model": config.name,
         "losses": curves,
-        "summary": loss_distances(curves),
+        "summary": loss_distances(curves, comparison.baseline),
     }
 
 
-def loss_distances(curves: Curves) -> Distances:
-    """By variant: the mean loss of the last tenth, and the mean and largest distance from the fp32 curve."""
+def loss_distances(curves: Curves, baseline: str) -> Distances:
+    """By variant: the mean loss of the last tenth, and the mean and largest distance from the baseline's curve."""
     distances: Distances = {}
     for name, losses in curves.items():
-        differences = difference_from_exact(curves, name)
+        differences = differences_from(curves[baseline], losses)
         apart = list(map(abs, differences))
         tenth = max(1, len(losses) // 10)
         last = losses[-tenth:]
@@ -142,19 +194,17 @@ def loss_distances(curves: Curves) -> Distances:
     return distances
 
 
-def difference_from_exact(curves: Curves, name: str) -> list[float]:
-    exact_losses = curves["exact"]
-    pairs = zip(curves[name], exact_losses, strict=True)
-    return [loss - exact for loss, exact in pairs]
+def differences_from(baseline: list[float], losses: list[float]) -> list[float]:
+    return list(map(sub, losses, baseline))
 
 
-def print_curves_report(report: Report) -> None:
+def print_curves_report(report: Report, comparison: CurveComparison) -> None:
     title = f"{report['card']}, {report['date']}: {report['steps']} steps of Python's own library"
     table = report_table(title, "run")
-    add_number_columns(table, "last tenth", "strays from fp32", "at most")
+    add_number_columns(table, "last tenth", f"strays from {comparison.baseline_title}", "at most")
     for name, row in report["summary"].items():
         cells = [f"{figure:.4f}" for figure in row.values()]
-        table.add_row(CURVE_TITLES[name], *cells)
+        table.add_row(comparison.titles[name], *cells)
     Console().print(table)
 
 
@@ -183,14 +233,17 @@ class LossPanel:
         return self.top + 20 + self.height * share
 
 
-def curves_as_svg(curves: Curves) -> str:
-    """Two plots in one SVG: the losses, and the differences of the bf16 curves from the fp32 curve."""
+def curves_as_svg(curves: Curves, comparison: CurveComparison) -> str:
+    """Two plots in one SVG: the losses, and the differences of the other curves from the baseline's."""
+    baseline = curves[comparison.baseline]
     differences: Curves = {}
-    for name in ("fast", "reference"):
-        differences[name] = difference_from_exact(curves, name)
-    upper = loss_plot(curves, 20, "loss", CURVE_COLOURS)
-    lower = loss_plot(differences, 320, "loss less that of fp32", CURVE_COLOURS)
-    return svg_document([upper, lower], CURVE_TITLES, CURVE_COLOURS)
+    for name, losses in curves.items():
+        if name != comparison.baseline:
+            differences[name] = differences_from(baseline, losses)
+    colours = comparison.colours
+    upper = loss_plot(curves, 20, "loss", colours)
+    lower = loss_plot(differences, 320, f"loss less that of {comparison.baseline_title}", colours)
+    return svg_document([upper, lower], comparison.titles, colours)
 
 
 def svg_document(plots: list[str], titles: ByCurve, colours: ByCurve) -> str:

@@ -147,8 +147,10 @@ class AttentionOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class CurvesOptions(DeviceOptions):
-    """Compare the loss curves of fast kernels and of references, over the same steps."""
+    """Compare the loss curves of fast kernels and of references, or of optimizers, over the same steps."""
 
+    of: Literal["kernels", "optimizers"] = "kernels"
+    """What the compared runs differ in."""
     steps: int = 200
     """Compared steps."""
     out: Path | None = None
