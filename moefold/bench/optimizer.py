@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
 from moefold.bench.clock import Work, median_seconds
 from moefold.bench.machine import cuda_capability, free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import OptimizerOptions
@@ -35,7 +36,7 @@ from moefold.kernels.facts import Facts
 from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.kernels.optimizer.block_moments import block_dtypes, encode_blocks
-from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients, newton_schulz_flops
+from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients
 
 STEPS = 5
 ADAMW = AdamWOptions(0.9, 0.95, 1e-8, 0.1)

@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
 from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import hashed_random_bits, scaled_gradient, stochastic_round
-from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients, newton_schulz_flops
+from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.layout.axes import Axis
 from moefold.layout.declare import DeclaredParameter, MatrixShape

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
 from moefold.bench.optimizer import SIZES, adamw_update, timed_row
 from moefold.cli.main import run_command_line
-from moefold.kernels.optimizer.newton_schulz import newton_schulz_flops
 
 
 def test_the_matrices_are_those_of_twelve_layers_of_qwen3():

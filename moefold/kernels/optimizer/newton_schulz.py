@@ -56,16 +56,6 @@ def safe_polar_step(step: Coefficients) -> Coefficients:
     return safe_a, safe_b, safe_c
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int) -> float:
-    """Floating-point operations of one matrix: X X^T, A A and their product with X in each step."""
-    short = min(rows, columns)
-    long = max(rows, columns)
-    with_long = 4 * short**2 * long
-    square = 2 * short**3
-    products = with_long + square
-    return float(steps * products)
-
-
 @register_inner_op
 def newton_schulz(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
     """Each matrix by itself: its result does not depend on the matrices beside it, so that owners of different sets of

@@ -32,8 +32,9 @@ from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
 from moefold.plan.memory.run_setting import GIB, RunSetting, defers_weight_gradients, microbatches_per_step
 from moefold.plan.options import PlanChoices
-from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds, optimizer_bytes
+from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds
 from moefold.plan.time.step_times import StepClock
+from moefold.plan.time.update_seconds import update_seconds
 from moefold.schedule.simulate_program import OpLanes, paired_duration
 
 PieceKind = tuple[str, int]
@@ -382,9 +383,7 @@ def least_update_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, sta
         exposed = exposed_exchange_seconds(s, cluster, times, grids)
     owned_dense = owned_state_share(s, "dense") * grids.dense
     owned_expert = owned_state_share(s, "expert") * grids.expert
-    owned = owned_dense + owned_expert
-    moved = owned * optimizer_bytes(s)
-    return exposed + moved / cluster.pointwise_bandwidth
+    return exposed + update_seconds(s, cluster, owned_dense, owned_expert)
 
 
 class GridParameters(NamedTuple):

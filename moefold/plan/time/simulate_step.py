@@ -25,8 +25,8 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
-from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, fewest_moment_bytes
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
+from moefold.plan.time.update_seconds import update_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, slot_slack, time_slots
 from moefold.schedule.stage_costs import StageCosts
@@ -204,32 +204,11 @@ def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> 
     """Seconds of the optimizer on the parameters whose state this rank holds."""
     s = clock.setting
     is_sharded = s.choices.sharding != "none"
-    owned = 0.0
+    owned: Counter[str] = Counter()
     for (grid, _), count in parameters.items():
         shards = s.shards_of(grid) if is_sharded else 1
-        owned += count / shards
-    state = optimizer_bytes(s)
-    moved = owned * state
-    seconds = moved / clock.pointwise_bandwidth
-    if not s.states_on_host:
-        return seconds
-    of_host = state - s.recipe.wide
-    copied = owned * of_host
-    return max(seconds, copied / clock.gpu.host_link)
-
-
-def optimizer_bytes(s: RunSetting) -> float:
-    """Bytes moved per parameter: gradient read, main weight and moments read and written, weight written, and read
-    where there is no main weight."""
-    optim = s.optim
-    gradient = STATE_ELEMENT_BYTES[optim.gradients]
-    main = MAIN_WEIGHT_BYTES[optim.main]
-    moments = fewest_moment_bytes(optim)
-    state = 2 * main + 2 * moments
-    weight = s.recipe.wide
-    if optim.main == "none":
-        weight *= 2
-    return gradient + state + weight
+        owned[grid] += count / shards
+    return update_seconds(s, clock.cluster, owned["dense"], owned["expert"])
 
 
 def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: PipelineTime) -> dict[str, float]:

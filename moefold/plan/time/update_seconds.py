@@ -1,0 +1,64 @@
+"""Seconds of an optimizer's update on one rank.
+
+An update moves every parameter's gradient, main weight, moments and weight once. Muon beside that runs Newton-Schulz,
+and passes of torch between gradient and weights. Its two figures were measured on an H200 (docs/optimizers.md).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
+from moefold.plan.machine.cluster import Cluster
+from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
+from moefold.plan.memory.run_setting import RunSetting
+
+MUON_PASS_BYTES = 340  # of a parameter: most are 64-bit random numbers of stochastic rounding
+NEWTON_SCHULZ_RATE = 0.8  # of the peak in bf16, counting plain operations: the Gram form needs half of them
+Matrix = tuple[int, int]
+
+
+def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float) -> float:
+    """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds."""
+    owned = dense + expert
+    state = optimizer_bytes(s)
+    moved = owned * state
+    seconds = moved / cluster.pointwise_bandwidth
+    if s.optim.rule == "muon":
+        seconds += muon_seconds(s, cluster, dense, expert)
+    if not s.states_on_host:
+        return seconds
+    of_host = state - s.recipe.wide
+    copied = owned * of_host
+    return max(seconds, copied / cluster.gpu.host_link)
+
+
+def optimizer_bytes(s: RunSetting) -> float:
+    """Bytes moved per parameter: gradient read, main weight and moments read and written, weight written, and read
+    where there is no main weight."""
+    optim = s.optim
+    gradient = STATE_ELEMENT_BYTES[optim.gradients]
+    main = MAIN_WEIGHT_BYTES[optim.main]
+    moments = fewest_moment_bytes(optim)
+    state = 2 * main + 2 * moments
+    weight = s.recipe.wide
+    if optim.main == "none":
+        weight *= 2
+    return gradient + state + weight
+
+
+def muon_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float) -> float:
+    """What Muon adds. Dense matrices count as squares of the model's width, embedding and head as such matrices."""
+    model = s.model
+    square = model.hidden, model.hidden
+    of_expert = model.moe.ffn, model.hidden
+    flops = dense * orthogonalising_flops(square, s) + expert * orthogonalising_flops(of_expert, s)
+    rate = NEWTON_SCHULZ_RATE * cluster.gpu.peak["bf16"]
+    passes = (dense + expert) * MUON_PASS_BYTES
+    return flops / rate + passes / cluster.pointwise_bandwidth
+
+
+def orthogonalising_flops(matrix: Matrix, s: RunSetting) -> float:
+    """Floating-point operations of Newton-Schulz for each element of such a matrix."""
+    whole = newton_schulz_flops(*matrix, s.optim.muon.steps)
+    return whole / prod(matrix)

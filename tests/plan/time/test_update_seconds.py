@@ -1,0 +1,50 @@
+"""Seconds of an update: what was measured on an H200, and shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from moefold.plan.machine.cluster import Cluster
+from moefold.plan.machine.gpu import find_gpu_by_name
+from moefold.plan.memory.peak_memory import build_run_setting
+from moefold.plan.memory.run_setting import RunSetting
+from moefold.plan.options import PlanChoices
+from moefold.plan.time.simulate_step import time_training_step
+from moefold.plan.time.update_seconds import muon_seconds, orthogonalising_flops, update_seconds
+from moefold.presets.recipe import resolve_recipe
+
+H200 = find_gpu_by_name("h200")
+BATCH = ("--data.seq_len=4096", "--train.global_batch=4", "--train.micro_batch=4", "--memory.recompute=layer")
+STATE = ("--optim.main=none", "--optim.gradients=bf16", "--optim.when=backward", "--optim.clip_by=previous")
+LEAN = {
+    "adamw": ("--optim.rule=adamw", "--optim.moments=int8"),
+    "muon": ("--optim.rule=muon", "--optim.moments=bf16"),
+}
+
+
+def one_rank(rule: str) -> RunSetting:
+    config = resolve_recipe("qwen3-30b-a3b", (*BATCH, *STATE, *LEAN[rule]), 1)
+    return build_run_setting(config, 1, PlanChoices())
+
+
+@pytest.mark.parametrize(("rule", "measured"), [("adamw", 15_800), ("muon", 3_590)])
+def test_the_speed_of_30_billion_parameters_on_one_h200_is_forecast(rule: str, measured: int):
+    seconds = time_training_step(one_rank(rule), H200).seconds
+    assert 4 * 4096 / seconds == pytest.approx(measured, rel=0.07)
+
+
+def test_newton_schulz_of_an_expert_s_matrices_has_the_operations_of_its_products():
+    s = one_rank("muon")
+    short, long = 768, 2048
+    step = 2 * short * short * long * 2 + 2 * short**3  # X X^T and its polynomial times X, and G G
+    assert orthogonalising_flops((short, long), s) == 5 * step / (short * long)
+
+
+def test_muon_costs_what_its_shares_cost_and_adamw_has_none_of_it():
+    cluster = Cluster(H200, 1)
+    muon, adamw = one_rank("muon"), one_rank("adamw")
+    whole = muon_seconds(muon, cluster, 1e9, 8e9)
+    assert whole == pytest.approx(2 * muon_seconds(muon, cluster, 0.5e9, 4e9))
+    assert update_seconds(muon, cluster, 1e9, 8e9) - update_seconds(adamw, cluster, 1e9, 8e9) == pytest.approx(
+        whole, rel=0.02
+    )
