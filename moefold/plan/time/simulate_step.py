@@ -204,7 +204,7 @@ def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> 
     """Seconds of the optimizer on the parameters whose state this rank holds."""
     s = clock.setting
     is_sharded = s.choices.sharding != "none"
-    owned: Counter[str] = Counter()
+    owned = {"dense": 0.0, "expert": 0.0}
     for (grid, _), count in parameters.items():
         shards = s.shards_of(grid) if is_sharded else 1
         owned[grid] += count / shards
