@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -103,8 +104,13 @@ def attach_recipes(
 
 def bind_fused_kernels(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, FusesProducts):
-            module.bind_fused_kernel()
+        if fuses_products(type(module)):
+            cast(FusesProducts, module).bind_fused_kernel()
+
+
+@cache  # of a class: a protocol takes long to look at every module
+def fuses_products(kind: type[nn.Module]) -> bool:
+    return issubclass(kind, FusesProducts)
 
 
 def products_matching(pattern: str, names: list[str]) -> list[str]:

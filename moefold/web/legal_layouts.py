@@ -11,8 +11,9 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import log2
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 
 from moefold.config.rule import ConfigOnRanks, ConfigRule
@@ -152,8 +153,13 @@ def config_with_layout(config: Config, layout: Layout) -> Config:
     changed: dict[str, Any] = {}
     for name, values in sections.items():
         section = getattr(config, name)
-        changed[name] = replace(section, **values)
+        changed[name] = changed_section(section, tuple(values.items()))
     return replace(config, **changed)
+
+
+@lru_cache(maxsize=MAX_LAYOUTS_TRIED)  # a search meets the same sections in many layouts
+def changed_section(section: Any, values: tuple[tuple[str, int], ...]) -> Any:
+    return replace(section, **dict(values))
 
 
 def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -> Layout | None:
@@ -168,6 +174,7 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
         now[key] = config_value(case.config, key)
         place = values[key].index(now[key])
         start += (place,)
+    distances = [slider_distances(key, now[key], values[key]) for key in SLIDER_KEYS]
     # Nearest layouts first; a layout's neighbours are one step of one slider away.
     seen = {start}
     queue = [(0.0, 1, start)]  # of equally near layouts, the one found first
@@ -182,8 +189,7 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
             if neighbour in seen:
                 continue
             seen.add(neighbour)
-            neighbour_layout = layout_at_places(neighbour, values)
-            distance = layout_distance(now, neighbour_layout)
+            distance = sum(map(getitem, distances, neighbour))
             entry = distance, len(seen), neighbour
             heapq.heappush(queue, entry)
     return None
@@ -217,12 +223,7 @@ def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> I
                 yield (*before, place, *after)
 
 
-def layout_distance(now: Layout, layout: Layout) -> float:
-    """Halvings and doublings between two layouts, weighted by key."""
-    distance = 0.0
-    for key in SLIDER_KEYS:
-        ratio = layout[key] / now[key]
-        doublings = abs(log2(ratio))
-        weight = DISTANCE_WEIGHTS.get(key, 1.0)
-        distance += doublings * weight
-    return distance
+def slider_distances(key: str, now: int, values: Sequence[int]) -> list[float]:
+    """Halvings and doublings from the present value of a key to each of its values, weighted by key."""
+    weight = DISTANCE_WEIGHTS.get(key, 1.0)
+    return [weight * abs(log2(value / now)) for value in values]

@@ -68,8 +68,8 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path):
     assert (tmp_path / "a" / "config.yaml").read_text() == (tmp_path / "b" / "config.yaml").read_text()
 
 
-STEPS = 24
-LONG = ["--train.steps", str(STEPS), "--checkpoint.every", "5", "--train.validate_every", "7"]
+STEPS = 12
+LONG = ["--train.steps", str(STEPS), "--checkpoint.every", "3", "--train.validate_every", "4"]
 
 
 @pytest.mark.slow
@@ -136,9 +136,11 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_by_name_and_leaves_th
 
 @pytest.mark.slow
 def test_four_ranks_give_the_losses_of_one_rank(tmp_path: Path):
-    """The two commands of the README, as a user would type them, with smaller batches and little validation."""
+    """The two commands of the README, as a user would type them, with smaller batches, shorter sequences and little
+    validation."""
     losses = {}
     little = ["--train.global_batch", "8", "--train.validate_sequences", "8", "--train.sample_tokens", "0"]
+    little += ["--data.seq_len", "64"]
     for name, more in (("one", []), ("four", ["--nproc", "4"])):
         argv = ["train", "tiny", "--train.steps", "20", *little, "--out", str(tmp_path / name), *more]
         done = subprocess.run([sys.executable, "-m", "moefold", *argv], capture_output=True, text=True)
