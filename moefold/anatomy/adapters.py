@@ -25,6 +25,7 @@ class AdapterSpec:
     alpha: float
     scale: float
     experts: int = 1
+    dropout: float = 0.0
 
     @property
     def parameters(self) -> int:
@@ -55,7 +56,7 @@ def adapter_specs(config: Config) -> list[AdapterSpec]:
         alpha = target.alpha or lora.alpha
         scale = alpha / (rank**0.5 if lora.rs else rank)
         experts = experts_here if is_grouped(product) else 1
-        specs.append(AdapterSpec(product, rank, alpha, scale, experts))
+        specs.append(AdapterSpec(product, rank, alpha, scale, experts, lora.dropout))
     if not specs:
         raise UserError("lora.targets excludes every product; expected at least one that has an adapter")
     return specs

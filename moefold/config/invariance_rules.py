@@ -34,6 +34,10 @@ def routes_by_scores(c: ConfigOnRanks) -> bool:
     return router.jitter == 0 and not router.force_balance
 
 
+def keeps_inputs(c: ConfigOnRanks) -> bool:
+    return c.lora.dropout == 0
+
+
 def has_plain_products(c: ConfigOnRanks) -> bool:
     return not any(spec.quantises for spec in recipes_in_use(c))
 
@@ -75,6 +79,13 @@ invariance_rule(
     "noise and forced balance depend on a token's place in the batch",
     f"set {ROUTER}jitter to 0 and {ROUTER}force_balance to false",
     routes_by_scores,
+)
+invariance_rule(
+    "adapters of invariant runs drop nothing",
+    ("lora.dropout",),
+    "what is dropped depends on a token's place in the batch",
+    "set lora.dropout to 0",
+    keeps_inputs,
 )
 invariance_rule(
     "products of invariant runs are plain",

@@ -42,6 +42,16 @@ def targets_have_a_rank(c: ConfigOnRanks) -> bool:
 
 
 @LORA_RULES.rule(
+    "dropout has adapters",
+    (RANK, "lora.dropout"),
+    why="inputs of adapters alone are dropped",
+    fix="set lora.rank to 16, or lora.dropout to 0",
+)
+def dropout_has_adapters(c: ConfigOnRanks) -> bool:
+    return has_adapters(c) or not c.lora.dropout
+
+
+@LORA_RULES.rule(
     "a frozen base is whole on every replica",
     (RANK, "shard.mode"),
     why="frozen weights are in no unit that could be gathered",

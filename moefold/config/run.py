@@ -335,6 +335,9 @@ class LoraConfig:
     )
     alpha: float = key(16.0, "scale of an adapter is alpha / rank", above=0)
     rs: bool = key(False, "scale of an adapter is alpha / sqrt(rank) (rsLoRA)")
+    dropout: float = key(
+        0.0, "in training, this share of an adapter's inputs is zero, by token; the others grow", at_least=0, below=1
+    )
     targets: tuple[str, ...] = key(
         (),
         "products with adapters by name, the last match counts: `*.attention.*`, `*.moe.experts.*: rank=8 alpha=32`, "

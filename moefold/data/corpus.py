@@ -9,6 +9,7 @@ import numpy as np
 
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
+from moefold.data.cut_samples import FittingSamples
 from moefold.data.document_split import (
     DocumentTokens,
     join_documents,
@@ -138,6 +139,8 @@ def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
     documents: list[DocumentTokens] = []
     bad = BadEntries(data.skip_bad, "data.files: ")
     samples = sample_reader(data, tokenizer)
+    if samples is not None and data.packing != "windows":
+        samples = FittingSamples(samples, data.seq_len)
     for entry in source_entries(data):
         for document in entry_documents(entry, tokenizer, bad, samples):
             stored = replace(document, ids=document.ids.astype(dtype))

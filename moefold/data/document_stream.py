@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moefold.data.cut_samples import CutSamples, count_cuts, sum_cuts
 from moefold.data.prepared_folder import PreparedIndex
 from moefold.data.recent import Recent
 from moefold.data.shards import Shard, ShardFacts
@@ -265,6 +266,15 @@ class DocumentStream:
         document = np.searchsorted(order.ends, position - begin, side="right")
         shard = int(order.shards[document])
         return self.places[shard].has_mask
+
+    def cut_samples(self, seq_len: int) -> CutSamples:
+        """Of shards with masks. Bounds are read of all of them, masks of what is cut."""
+        numbers = [number for number, place in enumerate(self.places) if place.has_mask]
+        return sum_cuts(self.cuts_of_shard(number, seq_len) for number in numbers)
+
+    def cuts_of_shard(self, number: int, seq_len: int) -> CutSamples:
+        shard = self.shards.get(number)
+        return count_cuts(shard.bounds, shard.read_mask, seq_len)
 
     def chapter(self, key: ChapterKey) -> Chapter:
         plan = self.epochs.get(key.epoch)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moefold.config.errors import UserError
+from moefold.data.cut_samples import CutSamples, sum_cuts
 from moefold.data.document_stream import DocumentId, Window
 from moefold.data.mixture import Mixture
 from moefold.data.packing import PackedBins, PackingShape, PackingState, Sample, TakenSample, pack_next
@@ -32,7 +33,7 @@ States = tuple[PackingState, ...]  # by source
 class DocumentRow(Protocol):
     """Documents in random order, epoch after epoch, as one row without end. `predicted`: the tokens of an epoch that
     have a token of their document before them. `has_mask`: whether the document of a token has a mask of trained
-    tokens."""
+    tokens. `cut_samples`: of documents with a mask, what sequences of some length cut."""
 
     predicted: int
 
@@ -43,6 +44,8 @@ class DocumentRow(Protocol):
     def read(self, start: int, end: int) -> Window: ...
 
     def documents(self, start: int, end: int) -> list[DocumentId]: ...
+
+    def cut_samples(self, seq_len: int) -> CutSamples: ...
 
 
 class PackedSource(NamedTuple):
@@ -166,6 +169,10 @@ class PackedSequences:
 
     def waste(self, first: int) -> float:
         return self.plan_at(first).waste
+
+    def cut_samples(self) -> CutSamples:
+        """What the length of sequences cuts of the samples of an epoch."""
+        return sum_cuts(source.row.cut_samples(self.seq_len) for source in self.sources)
 
     def source_counts(self, number: int) -> dict[str, int]:
         return self.unpacked.source_counts(number)

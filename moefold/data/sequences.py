@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from moefold.data.cut_samples import CutSamples, count_cuts
 from moefold.data.document_stream import DocumentId, DocumentStream, Window
 from moefold.data.mixture import Mixture
 from moefold.data.recent import Recent
@@ -217,6 +218,13 @@ class MemoryDocuments:
 
     def has_mask(self, position: int) -> bool:
         return self.mask is not None
+
+    def cut_samples(self, seq_len: int) -> CutSamples:
+        mask = self.mask
+        if mask is None:
+            return CutSamples()
+        bounds = np.append(self.starts, len(self.tokens))
+        return count_cuts(bounds, lambda start, end: mask[start:end], seq_len)
 
     def place_of(self, position: int) -> int:
         """The place in the array of a token of the row."""

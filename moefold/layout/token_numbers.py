@@ -1,4 +1,5 @@
-"""Numbers of the tokens that this thread computes with, for recipes that round stochastically by token.
+"""Numbers of the tokens that this thread computes with, for recipes that round stochastically and adapters that drop
+inputs, both by token.
 
 The model's steps say which tokens of the run a rank holds (`computing_tokens`); a product of rows asks for their
 numbers (`numbers_of_rows`). Outside of a step, rows are numbered from 0.

@@ -33,7 +33,7 @@ from moefold.model.steps import (
     run_step_sequence,
     with_token_numbers,
 )
-from moefold.precision.linear import rounds_by_token
+from moefold.precision.linear import draws_by_token
 
 MakeAttention = Callable[[ModelConfig, int, ModelParts], Any]
 ATTENTION_KINDS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
@@ -79,7 +79,7 @@ class Block(nn.Module):
     def steps(self) -> Steps:
         methods = self.step_methods()
         steps = bind_steps(self.specs, methods, self.layer)
-        if rounds_by_token(self):
+        if draws_by_token(self):
             return with_token_numbers(steps)
         return steps
 

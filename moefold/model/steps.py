@@ -67,7 +67,7 @@ def bind_steps(specs: Sequence[StepSpec], methods: StepMethods, layer: int) -> S
 
 
 def with_token_numbers(steps: Steps) -> Steps:
-    """Steps whose products round by token (precision/linear.py, `rounds_by_token`)."""
+    """Steps whose products draw random numbers by token (precision/linear.py, `draws_by_token`)."""
     numbered: Steps = []
     for step in steps:
         run = partial(run_with_tokens, step.run)

@@ -64,6 +64,7 @@ class Linear(DeclaringModule):
         self.recipe: Recipe = PLAIN
         self.multiply_layers: MultiplyLayers = linear.reference
         self.lora: Callable[[Tensor], Tensor] | None = None  # an adapter beside the weight (precision/low_rank.py)
+        self.drops_inputs = False  # in the adapter, by token
 
     @property
     def placed_weight(self) -> PlacedWeight:
@@ -151,6 +152,7 @@ class GroupedLinear(nn.Module):
         self.reads_tokens = reads_tokens
         self.placed_weight = placed_weight
         self.lora: Callable[[Tensor, Tensor], Tensor] | None = None  # adapters of all experts
+        self.drops_inputs = False
         self.use_recipe(PLAIN, kernels)
 
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
@@ -171,10 +173,10 @@ class GroupedLinear(nn.Module):
         return y + self.lora(x_RD, ends_e)
 
 
-def rounds_by_token(module: nn.Module) -> bool:
-    """Whether a product inside rounds by random numbers that depend on the numbers of its rows' tokens."""
+def draws_by_token(module: nn.Module) -> bool:
+    """Whether a product inside, or its adapter, draws random numbers that depend on the numbers of its rows' tokens."""
     for part in module.modules():
         is_product = isinstance(part, Linear | GroupedLinear)
-        if is_product and part.recipe.rounds_by_token:
+        if is_product and (part.recipe.rounds_by_token or part.drops_inputs):
             return True
     return False

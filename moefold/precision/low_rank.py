@@ -5,23 +5,30 @@
 B starts at zero, A as weights do: drawn by name and seed, whatever the layout. A is cut over ranks as the weight's
 inputs are, B as its outputs are; of the two, the other is whole on every rank and gets its gradient as a sum of
 summands. The product of the weight keeps its recipe and its kernels; products with A and B are plain.
+
+With dropout, x of A is x times a mask of zeros and 1 / (1 - share). The mask is a function of the token's number in the
+run, the product and the input, so it is the same on any layout and when a forward is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import gcd
+from math import gcd, prod
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 
 from moefold.anatomy.adapters import AdapterSpec
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.linear import linear
 from moefold.kernels.linear.product import PLAIN
+from moefold.layout.counter_random import LOW_32, random_32
 from moefold.layout.declare import Declaration, DeclaringModule
 from moefold.layout.placement import Placement
+from moefold.layout.token_numbers import numbers_of_rows
 from moefold.precision.linear import GroupedLinear, Linear, PlacedWeight
 from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
 
@@ -30,10 +37,13 @@ class LowRankPair(DeclaringModule):
     """The parameters of an adapter: `a` (..., rank, inputs) and `b` (..., outputs, rank), with the stack of experts and
     the placement of the weight that they stand beside."""
 
-    def __init__(self, weight: PlacedWeight, rank: int, scale: float):
+    def __init__(self, weight: PlacedWeight, spec: AdapterSpec):
         super().__init__(weight.world)
         declaration = weight.declaration
-        self.scale = scale
+        rank = spec.rank
+        self.scale = spec.scale
+        self.dropout = spec.dropout
+        self.stream = crc32(f"dropout {spec.product.name}".encode())
         stacked = declaration.stacked
         *outputs, inputs = declaration.shape
         experts = outputs[:stacked]
@@ -44,6 +54,21 @@ class LowRankPair(DeclaringModule):
         self.a = self.declare_parameter("a", *experts, rank, inputs, placement=placement, std=std, stacked=stacked)
         placement = placement_of_b(declaration)
         self.b = self.declare_parameter("b", *outputs, rank, placement=placement, std=0.0, stacked=stacked)
+        axes = [weight.world.axis(axis) for dim, axis in declaration.placement.cut if dim == len(outputs)]
+        parts = [axis.index * self.a.shape[-1] for axis in axes]
+        self.first_input = sum(parts)  # of this rank's part of A
+
+    def drop_inputs(self, x: Tensor) -> Tensor:
+        """In training, x with a share of its values zero and the others divided by the share that is left."""
+        if not self.dropout or not self.training:
+            return x
+        *rows, inputs = x.shape
+        number_R = numbers_of_rows(prod(rows), x.device)
+        column_C = torch.arange(self.first_input, self.first_input + inputs, device=x.device)
+        drawn_RC = random_32(number_R, self.stream, column_C)
+        is_kept_RC = drawn_RC >= self.dropout * (LOW_32 + 1)
+        mask_RC = is_kept_RC.to(x.dtype) / (1 - self.dropout)
+        return x * mask_RC.view_as(x)
 
 
 def placement_of_a(weight: Declaration, input_dim: int) -> Placement:
@@ -70,12 +95,12 @@ class LowRank(LowRankPair):
     """The adapter of a linear layer."""
 
     def __init__(self, weight: PlacedWeight, spec: AdapterSpec, kernels: BoundKernels):
-        super().__init__(weight, spec.rank, spec.scale)
+        super().__init__(weight, spec)
         plain = kernels.with_facts(recipe=PLAIN.name)
         self.multiply_layers = plain[linear]
 
     def forward(self, x: Tensor) -> Tensor:
-        low = self.multiply(x, self.a)
+        low = self.multiply(self.drop_inputs(x), self.a)
         b = self.b.flatten(0, -2)
         y = self.multiply(low * self.scale, b)
         outputs = self.b.shape[:-1]
@@ -91,7 +116,7 @@ class GroupedLowRank(LowRankPair):
     """The adapters of all experts in one grouped product each with A and B."""
 
     def __init__(self, weight: PlacedWeight, spec: AdapterSpec, kernels: BoundKernels):
-        super().__init__(weight, spec.rank, spec.scale)
+        super().__init__(weight, spec)
         # Kernels ask whether rows of all widths begin at multiples of some bytes: those of the rank do if the common
         # divisor's do.
         width = gcd(kernels.facts.ffn, spec.rank)
@@ -102,7 +127,7 @@ class GroupedLowRank(LowRankPair):
 
     def forward(self, x_RD: Tensor, ends_e: Tensor) -> Tensor:
         first, second = self.products
-        low_RK = first(x_RD, self.a, ends_e)
+        low_RK = first(self.drop_inputs(x_RD), self.a, ends_e)
         return second(low_RK * self.scale, self.b, ends_e)
 
 
@@ -124,6 +149,7 @@ def attach_adapters(model: nn.Module, specs: Iterable[AdapterSpec], kernels: Bou
             product.lora = LowRank(weight, spec, kernels)
         else:
             product.lora = GroupedLowRank(weight, spec, kernels)
+        product.drops_inputs = spec.dropout > 0
     bind_fused_kernels(model)
 
 

@@ -220,10 +220,24 @@ def source_lines(run: Run) -> list[str]:
     skipped = run.skipped_text
     if skipped:
         lines.append(f"warning: data.skip_bad left out {len(skipped)} entries, the first: {skipped[0]}")
+    lines += cut_lines(run)
     last = run.config.train.steps * run.config.train.global_batch
     for name, epochs in run.loader.sequences.epochs(last).items():
         lines.append(f"source {name}: {epochs:.2f} epochs by step {run.config.train.steps}")
     return lines
+
+
+def cut_lines(run: Run) -> list[str]:
+    """How many samples `data.seq_len` cuts, where packing leaves out their rest."""
+    packed = run.loader.packed
+    if packed is None or run.config.data.format == "preferences":  # those are never cut
+        return []
+    cuts = packed.cut_samples()
+    if not cuts.cut:
+        return []
+    untrained = f", {cuts.untrained} of them before the first trained token" if cuts.untrained else ""
+    line = f"warning: data.seq_len = {packed.seq_len} cuts {cuts.cut} of {cuts.samples} samples{untrained}; "
+    return [f"{line}set data.seq_len to {cuts.longest} for whole samples"]
 
 
 @dataclass(frozen=True)

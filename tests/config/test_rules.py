@@ -35,6 +35,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--lora.rank=4 --lora.targets=*.out:rnak=2", 1, 'no option "rnak" (did you mean "rank"?)'),
     ],
     "targets have a rank": [("--lora.targets=*.attention.*", 1, "lora.rank = 0, lora.targets = *.attention.*")],
+    "dropout has adapters": [("--lora.dropout=0.1", 1, "lora.rank = 0, lora.dropout = 0.1")],
     "a frozen base is whole on every replica": [("--lora.rank=4 --shard.mode=zero3", 2, "shard.mode = zero3")],
     "a frozen base is not stored in FP8 alone": [
         ("--lora.rank=4 --precision.recipe=fp8_block --precision.storage=fp8", 1, "precision.storage = fp8"),
@@ -223,6 +224,13 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "invariant runs route by scores alone": [
         ("--kernels.invariant=true --model.moe.router.jitter=0.1", 1, "model.moe.router.jitter = 0.1"),
         ("--kernels.invariant=true --model.moe.router.force_balance=true", 1, "force_balance = true"),
+    ],
+    "adapters of invariant runs drop nothing": [
+        (
+            "--kernels.invariant=true --lora.rank=4 --lora.dropout=0.1 --model.moe.balance.bias_rate=0",
+            1,
+            "lora.dropout = 0.1",
+        ),
     ],
     "products of invariant runs are plain": [
         ("--kernels.invariant=true --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from moefold.anatomy.adapters import AdapterSpec
 from moefold.anatomy.products import ProductSpec
@@ -15,6 +16,7 @@ from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.placement import sharded_over_experts
+from moefold.layout.token_numbers import computing_tokens
 from moefold.precision.linear import GroupedLinear, Linear, LinearGroup, PlacedWeight
 from moefold.precision.low_rank import LowRankPair, attach_adapters
 from moefold.train.assemble import default_dtype
@@ -25,8 +27,8 @@ SCALE = 0.75
 ROWS = {"even": [4, 4, 4], "empty experts": [0, 12, 0], "skewed": [9, 0, 3], "no rows": [0, 0, 0]}
 
 
-def spec(name: str, rank: int) -> AdapterSpec:
-    return AdapterSpec(ProductSpec("", name, 8, 8), rank, alpha=1.0, scale=SCALE)
+def spec(name: str, rank: int, dropout: float = 0.0) -> AdapterSpec:
+    return AdapterSpec(ProductSpec("", name, 8, 8), rank, alpha=1.0, scale=SCALE, dropout=dropout)
 
 
 class Projections(torch.nn.Module):
@@ -156,3 +158,31 @@ def test_without_adapters_nothing_is_frozen():
     attach_adapters(layers, [], KERNELS)
     assert all(parameter.requires_grad for parameter in layers.parameters())
     assert layers.query.recipe is PLAIN
+
+
+def dropped_to(layer: Linear) -> Tensor:
+    """What the adapter of a layer makes of inputs that are all 1."""
+    assert isinstance(layer.lora, LowRankPair)
+    return layer.lora.drop_inputs(torch.ones(500, 8, dtype=torch.float64))
+
+
+def test_dropout_leaves_a_share_of_inputs_in_training_alone_and_draws_by_token_and_product():
+    share = 0.25
+    with default_dtype(torch.float64):
+        layers = Projections()
+        filled(layers, spec("query", 2, share), spec("key", 2, share))
+    mask = dropped_to(layers.query)
+    assert set(mask.unique().tolist()) == {0.0, 1 / (1 - share)}
+    assert abs(float((mask == 0).double().mean()) - share) < 0.03
+    assert torch.equal(dropped_to(layers.query), mask)
+    assert not torch.equal(dropped_to(layers.key), mask)
+    with computing_tokens(lambda rows: torch.arange(rows) + 100):
+        assert torch.equal(dropped_to(layers.query)[:-100], mask[100:])
+    x = numbers(500, 8, seed=7)
+    lora = layers.query.lora
+    assert isinstance(lora, LowRankPair)
+    base = layers.query(x) - layers.query.lora(x)
+    expected = (SCALE * (x * mask) @ lora.a.T @ lora.b.flatten(0, -2).T).unflatten(-1, (3, 4))
+    close([layers.query(x) - base], [expected])
+    layers.eval()
+    assert torch.equal(dropped_to(layers.query), torch.ones_like(mask))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run, build_model, choose_kernels
+from moefold.train.loop import introduction_lines
 from moefold.train.parity import (
     TraceEntry,
     expert_token_counts,
@@ -187,6 +189,19 @@ def test_batches_have_padding_several_documents_and_some_without_a_label(has_mas
     samples = samples_of(batch)
     assert len(samples) >= 2 * len(batch.tokens_BS)
     assert has_masks == any((labels == IGNORE_INDEX).all().item() for _, labels in samples)
+
+
+def test_samples_that_are_cut_are_told_at_the_start():
+    config = packed(1)
+    for seq_len, expected in ((5, ", .* of them before the first trained token; set data.seq_len to 17"), (17, None)):
+        data = replace(config.data, seq_len=seq_len)
+        run = assemble_run(replace(config, data=data), single_rank_world(), Path("."), corpus(has_masks=True))
+        lines = [line for line in introduction_lines(run) if "cuts" in line]
+        lengths = np.diff(corpus().train_starts, append=len(corpus().train))
+        cut = int((lengths > seq_len + 1).sum())
+        assert len(lines) == bool(cut)
+        if expected:
+            assert re.search(f"data.seq_len = 5 cuts {cut} of {len(lengths)} samples{expected}", lines[0])
 
 
 @pytest.mark.parametrize("chunk", range(0, COMBINATIONS, 10))

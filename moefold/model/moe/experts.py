@@ -27,7 +27,7 @@ from moefold.layout.token_numbers import computing_tokens
 from moefold.model.initialise import output_std
 from moefold.model.mlp import Activate, bind_activation
 from moefold.model.steps import Region, call_directly
-from moefold.precision.linear import GroupedLinear, PlacedWeight
+from moefold.precision.linear import GroupedLinear, PlacedWeight, draws_by_token
 
 
 def bind_expert_activation(model: ModelConfig, kernels: BoundKernels) -> Activate:
@@ -111,11 +111,9 @@ class Experts(DeclaringModule):
         return getattr(self, f"{self.up_name}_bias", None)
 
     @property
-    def rounds_by_token(self) -> bool:
+    def draws_by_token(self) -> bool:
         """Whether a product asks for the numbers of its rows' tokens."""
-        up = self.up_product.recipe
-        down = self.down_product.recipe
-        return up.rounds_by_token or down.rounds_by_token
+        return draws_by_token(self)
 
     def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""

@@ -140,7 +140,7 @@ class MoeSublayer(nn.Module):
         tokens = carry[name]
         receipt = carry["receipt"]
         rows = self.sending(self.dispatcher.dispatch, tokens, receipt)
-        if self.experts.rounds_by_token:
+        if self.experts.draws_by_token:
             count = len(tokens)
             number_N = self.dispatch_numbers(count, receipt)
             rows = rows._replace(number_N=number_N)
