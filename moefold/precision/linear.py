@@ -173,10 +173,12 @@ class GroupedLinear(nn.Module):
         return y + self.lora(x_RD, ends_e)
 
 
+def product_draws_by_token(product: Linear | GroupedLinear) -> bool:
+    """Whether a product, or its adapter, draws random numbers that depend on the numbers of its rows' tokens."""
+    return product.drops_inputs or product.recipe.rounds_by_token
+
+
 def draws_by_token(module: nn.Module) -> bool:
-    """Whether a product inside, or its adapter, draws random numbers that depend on the numbers of its rows' tokens."""
-    for part in module.modules():
-        is_product = isinstance(part, Linear | GroupedLinear)
-        if is_product and (part.recipe.rounds_by_token or part.drops_inputs):
-            return True
-    return False
+    """Whether a product inside draws by token."""
+    products = [part for part in module.modules() if isinstance(part, Linear | GroupedLinear)]
+    return any(map(product_draws_by_token, products))

@@ -27,7 +27,7 @@ from moefold.layout.token_numbers import computing_tokens
 from moefold.model.initialise import output_std
 from moefold.model.mlp import Activate, bind_activation
 from moefold.model.steps import Region, call_directly
-from moefold.precision.linear import GroupedLinear, PlacedWeight, draws_by_token
+from moefold.precision.linear import GroupedLinear, PlacedWeight, product_draws_by_token
 
 
 def bind_expert_activation(model: ModelConfig, kernels: BoundKernels) -> Activate:
@@ -113,7 +113,8 @@ class Experts(DeclaringModule):
     @property
     def draws_by_token(self) -> bool:
         """Whether a product asks for the numbers of its rows' tokens."""
-        return draws_by_token(self)
+        products = self.up_product, self.down_product
+        return any(map(product_draws_by_token, products))
 
     def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
