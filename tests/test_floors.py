@@ -82,6 +82,7 @@ TORCH_FREE = {
     "dispatch/catalog.py",
     "dispatch/price.py",
     "checkpoint/format",
+    "checkpoint/keeper",
     "checkpoint/hf/config_json.py",
     "checkpoint/hf/model_folder.py",
 }

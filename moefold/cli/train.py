@@ -115,9 +115,12 @@ def checkpoint_to_resume(config: Config, options: TrainOptions, out: Path, looks
     """What a restarted run resumes: its newest checkpoint, or what it was first started from. If checkpoints may hold
     wrong values, the newest that is intact and finite; None where none of several is."""
     from moefold.checkpoint.format.retention import checkpoints_at
+    from moefold.checkpoint.keeper.files import empty_keeper
     from moefold.train.last_sound import newest_sound
     from moefold.train.resume import checkpoint_folder
 
+    if looks_inside and config.checkpoint.memory_every:
+        empty_keeper(os.getpid())  # its values may be wrong too
     folder = checkpoint_folder(config, out)
     if not checkpoints_at(folder):
         return options.resume or "auto"

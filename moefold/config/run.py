@@ -521,6 +521,10 @@ class CheckpointConfig:
     keep: int = key(2, "number of latest checkpoints to keep", at_least=1)
     keep_every: int = key(0, "checkpoints at multiples of this step are never deleted; 0: none", at_least=0)
     path: str = key("", "checkpoint folder, or an fsspec path (s3://...); by default checkpoints/ in the run's folder")
+    memory_every: int = key(
+        0, "steps between checkpoints in the memory of keepers, for restarts without the disk; 0: none", at_least=0
+    )
+    memory_gib: float = key(64.0, "most memory of a node for checkpoints in memory, in GiB", above=0)
 
 
 @dataclass(frozen=True)

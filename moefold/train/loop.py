@@ -41,6 +41,13 @@ from moefold.train.folder_owner import FolderClaims, folder_claims
 from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually
 from moefold.train.init_from import checkpoint_weights
+from moefold.train.memory_checkpoints import (
+    MemoryCheckpoints,
+    find_kept,
+    forget_kept,
+    open_kept_folder,
+    require_keeper_room,
+)
 from moefold.train.non_finite import refuse_non_finite
 from moefold.train.open_trackers import open_trackers, require_trackers
 from moefold.train.operand_log import OperandRecorder, open_operand_recorder
@@ -58,6 +65,7 @@ from moefold.watch.stop_requests import StopRequest, StopRequests, signals_as_re
 from moefold.watch.surroundings import FolderCheck
 
 SAMPLE_PROMPT = "def "
+SHORTEST_WAIT = 1e-4  # seconds that are recorded
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
 
@@ -86,12 +94,16 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
     say = print_line if world.rank == 0 else print_nothing
     if start.resume is not None:
         config = keep_dispatcher(config, world, out, say)
+    kept = open_kept_folder(config.checkpoint, world, out, say)
+    newest = find_kept(kept, checkpoint_folder(config, out), world, say) if start.resume else None
     # Build the run, and make sure that its checkpoints fit before any step is spent.
-    weights = weights_of_start(start, config, world, out, say)
+    weights = None if newest else weights_of_start(start, config, world, out, say)
     run = assemble_run(config, world, out, weights=weights)
     require_space_for_checkpoint(run)
+    require_keeper_room(run, kept)
     # Continue from a checkpoint, and write down the settings that are in effect.
-    continues = start.resume is not None and resume_run(run, start.resume, say)
+    continues = start.resume is not None and resume_run(run, start.resume, say, newest)
+    forget_kept(kept, run.step if continues else -1, world)
     check_replay(run.config, run.loader, world)
     settings = config_as_yaml(run.config)
     write_settings = partial((out / "config.yaml").write_text, settings)
@@ -102,11 +114,12 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
         open_recorder(run, continues) as recorder,
         signals_as_requests(guard.requests) as requests,
         make_background_saver(run, recorder.progress.print_message) as saver,
+        MemoryCheckpoints(run, kept, recorder.progress.print_message) as memory,
         training_phase(),
         logged_faults(out, world),
     ):
         if run.step < run.config.train.steps:
-            loop = TrainingLoop(run, recorder, requests, saver)
+            loop = TrainingLoop(run, recorder, requests, saver, memory)
             return loop.run_to_end()
         say("nothing left to do")
     return None
@@ -243,10 +256,11 @@ def cut_lines(run: Run) -> list[str]:
 @dataclass(frozen=True)
 class StepInFlight:
     """A step that the device may not have finished: its report, and what ranks have exchanged when it began: whether
-    any has a stop request, and every few steps the times of all."""
+    any has a stop request, and every few steps the times of all. `waited`: seconds, for a checkpoint in memory."""
 
     report: StepReport
     exchanged: ToHost
+    waited: float = 0.0
 
 
 class RunRecorder:
@@ -352,6 +366,8 @@ class RunRecorder:
         requests, *times = begun.exchanged.read().tolist()
         if times and self.times:
             values |= self.times.record(begun.report.number, times)
+        if begun.waited >= SHORTEST_WAIT:
+            values["copy_wait_s"] = round(begun.waited, 4)
         if validates:
             values |= self.validation_values()
         self.write_record(begun.report.number, values)
@@ -413,11 +429,19 @@ class TrainingLoop:
     """Steps until the last one, or until a stop request. The report of a step is read when the next one has begun, or
     before anything that needs a sound step: validation, a checkpoint, the end."""
 
-    def __init__(self, run: Run, recorder: RunRecorder, requests: StopRequests, saver: BackgroundSaver):
+    def __init__(
+        self,
+        run: Run,
+        recorder: RunRecorder,
+        requests: StopRequests,
+        saver: BackgroundSaver,
+        memory: MemoryCheckpoints,
+    ):
         self.run = run
         self.recorder = recorder
         self.requests = requests
         self.saver = saver
+        self.memory = memory
         self.in_flight: StepInFlight | None = None  # begun and not recorded yet
         self.timer = StepTimer(run.world, run.config.observe.times_every)
         self.say: Printer = recorder.progress.print_message
@@ -472,14 +496,14 @@ class TrainingLoop:
             report = begin_next_step(run, recorder)
             times = self.timer.window_at(run.step)
             exchanged = any_rank_asks(requests, run.world, times)
-        begun = StepInFlight(report, exchanged)
+        begun = StepInFlight(report, exchanged, self.memory.take_waited())
         # The device works on the step just begun; the one before is done, so reading it waits for nothing.
         stop = False
         if self.in_flight is not None:
             stop = recorder.finish_and_record(self.in_flight)
         validate_every = run.config.train.validate_every
         validates = self.is_last_step() or run.step % validate_every == 0
-        if validates or stop or self.is_checkpoint_due():
+        if validates or stop or self.is_checkpoint_due() or self.memory.is_due(run.step):
             # These need a finished and finite step: wait for it.
             stop = recorder.finish_and_record(begun, validates) or stop
             self.in_flight = None
@@ -513,6 +537,9 @@ class TrainingLoop:
         if is_wanted and self.writes_checkpoints:
             with slow_phase("checkpoint"):
                 begin_checkpoint(run, self.saver)
+        if request is None and self.memory.is_due(run.step) and not self.is_last_step():
+            with slow_phase("checkpoint"):
+                self.memory.begin(run)
         if request is None or self.is_last_step():
             return None
         if not self.writes_checkpoints:

@@ -100,11 +100,13 @@ def restore_packing(run: Run, found: OpenedCheckpoint) -> None:
         packed.restore(found.state["consumed"], saved)
 
 
-def resume_run(run: Run, source: str, say: Printer) -> bool:
-    """Load a checkpoint. `auto`: the newest intact one of this run, if there is any; else the one at the path
-    `source`. Returns whether the run continues."""
+def resume_run(run: Run, source: str, say: Printer, kept: OpenedCheckpoint | None = None) -> bool:
+    """Load a checkpoint: the one that was kept in memory; else, for `auto`, the newest intact one of this run, if there
+    is any; else the one at the path `source`. Returns whether the run continues."""
     own = checkpoint_folder(run.config, run.out)
-    if source == "auto":
+    if kept is not None:
+        found = kept
+    elif source == "auto":
         found = find_checkpoint(own, run.world, say)
     else:
         named = parse_storage_path(source)
@@ -129,7 +131,7 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]
     parent = found.path.parent
-    is_own = parent.resolve() == own.resolve()
+    is_own = kept is not None or parent.resolve() == own.resolve()
     last_kept = step if is_own else -1  # a run that continues another one keeps none of its own checkpoints
     retire = partial(retire_later_checkpoints, own, last_kept)
     run_on_rank_zero(retire, run.world, own)

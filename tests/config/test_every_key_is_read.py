@@ -63,7 +63,7 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
     variants[0] += ["--model.moe.balance.device_loss", "0.1", "--model.moe.balance.devices", "2"]
     variants[0] += ["--memory.offload", "layer", "--memory.offload_least", "64"]
     variants[0] += ["--model.attention.window", "8", "--model.attention.full_every", "2"]
-    variants[0] += ["--train.precision", "fp16"]
+    variants[0] += ["--train.precision", "fp16", "--checkpoint.memory_every", "1"]
     variants[1] += [
         "--model.attention.kind",
         "mla",

@@ -6,6 +6,8 @@
     python -m tests.support.fault_trials nans --trials 20       a NaN in a random tensor of a random rank
     python -m tests.support.fault_trials flips --trials 20      a bit of a replica's weight flipped in memory
     python -m tests.support.fault_trials pairs --trials 20      likewise, of two replicas alone
+    python -m tests.support.fault_trials kills --trials 20      a random rank killed, with checkpoints in memory
+    python -m tests.support.fault_trials lost --trials 4        likewise, and the copy in memory lost or damaged
 
 Each prints a line a trial and a summary; the exit code is the number of trials that failed. Ranks are forked warm
 (launched.py). `--seed` gives the same choices again.
@@ -40,6 +42,7 @@ from tests.support.damaged_runs import (
     is_traced,
     traced_faults,
 )
+from tests.support.kill_trials import HARMS, KilledRun, kill_at_random, kill_with_harm
 from tests.support.launched import Launcher, has_steps, is_alive, launched, small_ranks, wait_until
 from tests.support.ranks import CONTEXT, run_ranks
 
@@ -56,7 +59,8 @@ MOMENTS = ("meeting", "saving", "any", "evaluating")
 class Outcome:
     passed: bool
     text: str
-    seconds: float | None = None
+    amount: float | None = None
+    unit: str = "s"
 
 
 def hang_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
@@ -174,6 +178,25 @@ def flip_trial(folder: Path, chance: random.Random, number: int, ranks: int = RA
     return Outcome(passed, f"{fault}: ranks {found.get('ranks')} named at step {found.get('step')}")
 
 
+def kill_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
+    """The cost is the number of steps that are done again."""
+    run = kill_at_random(folder, chance, RANKS)
+    passed = run.same_losses and run.source == "memory"
+    return Outcome(passed, describe_kill(run), run.lost_steps, "steps lost")
+
+
+def lost_copy_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
+    what, harm = list(HARMS.items())[number % len(HARMS)]
+    run = kill_with_harm(folder, RANKS, harm)
+    passed = run.same_losses and run.source == "disk" and run.resumed == run.disk_step
+    return Outcome(passed, f"{what}: {describe_kill(run)}", run.lost_steps, "steps lost")
+
+
+def describe_kill(run: KilledRun) -> str:
+    losses = "same losses" if run.same_losses else "OTHER LOSSES"
+    return f"killed behind step {run.killed_at}, went on behind step {run.resumed} from {run.source}: {losses}"
+
+
 TRIALS: dict[str, Callable[[Path, random.Random, int], Outcome]] = {
     "hangs": hang_trial,
     "orphans": orphan_trial,
@@ -181,6 +204,8 @@ TRIALS: dict[str, Callable[[Path, random.Random, int], Outcome]] = {
     "nans": nan_trial,
     "flips": flip_trial,
     "pairs": partial(flip_trial, ranks=2),
+    "kills": kill_trial,
+    "lost": lost_copy_trial,
 }
 
 
@@ -197,8 +222,9 @@ def main() -> int:
             outcomes.append(TRIALS[options.kind](Path(folder), chance, number))
         print(f"{'ok ' if outcomes[-1].passed else 'BAD'} {outcomes[-1].text}", flush=True)
     passed = sum(outcome.passed for outcome in outcomes)
-    seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
-    spread = f"{median(seconds):.2f} s in the middle, {max(seconds):.2f} s at most" if seconds else "no time measured"
+    amounts = [outcome.amount for outcome in outcomes if outcome.amount is not None]
+    unit = outcomes[0].unit
+    spread = f"{median(amounts):.2f} {unit} in the middle, {max(amounts):.2f} {unit} at most" if amounts else "no time"
     print(f"{options.kind}: {passed} of {len(outcomes)}; {spread}; seed {options.seed}")
     return len(outcomes) - passed
 

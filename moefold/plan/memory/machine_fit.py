@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from moefold.checkpoint.keeper.files import COPIES, GENERATIONS
 from moefold.config.run import Config
 from moefold.kernels.facts import expected_facts
 from moefold.layout.environment import Rendezvous
@@ -123,8 +124,8 @@ class MachineFit:
         steps = certain_bytes(local) + on_host
         copies = self.checkpoint_bytes(local)
         resident = sum(rank.state - rank.gradients + rank.host for rank in local)
-        every = self.config.checkpoint.every
-        saves_before_end = 0 < every < self.config.train.steps
+        checkpoint = self.config.checkpoint
+        saves_before_end = 0 < checkpoint.every < self.config.train.steps or checkpoint.memory_every > 0
         needed = max(steps, resident + copies)
         if saves_before_end:
             needed = steps + copies
@@ -135,10 +136,24 @@ class MachineFit:
         return shortage_of("host memory", self.machine.host, local, needed, parts)
 
     def checkpoint_bytes(self, local: Ranks) -> float:
+        """Bytes that a machine holds of checkpoints: the copy of one that is written to the disk, and that of one in
+        memory with what a keeper holds."""
+        checkpoint = self.config.checkpoint
+        copies = 1 if checkpoint.every else 0
+        if checkpoint.memory_every:
+            copies += 1 + self.kept_copies
+        return copies * self.saved_bytes(local)
+
+    @property
+    def kept_copies(self) -> int:
+        """How many times the keeper of a machine holds the files of its ranks, at most: two generations, and with
+        several machines those of another one too."""
+        of_machines = COPIES if self.ranks.world > self.ranks.count else 1
+        return GENERATIONS * of_machines
+
+    def saved_bytes(self, local: Ranks) -> float:
         """Bytes of the ranks' files of a checkpoint, at least: moments, weights and fp32 main weights of their shares.
         A parameter has two moments at most; those in blocks are saved as fp32."""
-        if not self.config.checkpoint.every:
-            return 0.0
         optim = self.config.optim
         sizes = moment_sizes(optim)
         moments = sum(rank.moments for rank in local)

@@ -94,6 +94,17 @@ def test_gpus_hold_the_ranks_that_use_them_and_the_host_their_checkpoints():
     assert no_room.memory == "host memory"
 
 
+@pytest.mark.parametrize(("size", "copies"), [(2, 1 + 2), (4, 1 + 2 * 2)])
+def test_checkpoints_in_memory_count_with_both_generations_and_those_of_a_peer(size: int, copies: int):
+    machine = MachineMemory((), GIB)
+    place = ranks_of_machine(Rendezvous(size=size, local_size=2))
+    on_disk = MachineFit(resolve_recipe("tiny", [], size), place, machine)
+    words = ["--checkpoint.every", "0", "--checkpoint.memory_every", "2"]
+    in_memory = MachineFit(resolve_recipe("tiny", words, size), place, machine)
+    ranks = on_disk.by_pipeline_rank
+    assert in_memory.checkpoint_bytes(ranks) == copies * on_disk.checkpoint_bytes(ranks)
+
+
 def test_the_ranks_of_another_machine_of_a_pipeline_are_counted_for_that_machine():
     words = ["--parallel.pp", "2", "--train.global_batch", "16", "--model.vocab", "200000", "--data.tokenizer", "byte"]
     config = resolve_recipe("tiny", words, 2)

@@ -1,0 +1,247 @@
+"""The keeper: a process, one of a node, that holds checkpoints in memory while ranks come and go. Torch-free.
+
+    python -m moefold.checkpoint.keeper.process NAME LAUNCHER LIMIT SERVES
+
+A keeper is a child of no rank. It ends when the launcher ends, however that ends. Its files are anonymous memory
+(memfd) without a name anywhere: whatever is killed, the system frees them with their last holder. Ranks of the node
+reach it by a Unix socket in the abstract namespace, over which they hand it files without a copy. With SERVES = 1 it
+also listens on a port, on which ranks of other nodes send and fetch bytes, if they know its secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mmap
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from moefold.checkpoint.keeper.messages import (
+    Message,
+    close_all,
+    fill_buffer,
+    receive_message,
+    send_file_bytes,
+    send_message,
+    user_of_peer,
+)
+
+PATIENCE = 60.0  # seconds that a connection may be silent
+MOST_WAITING = 1024  # connections not yet accepted
+FIRST_OWN_HANDLE = 3
+
+
+class RefusedRequest(Exception):
+    """A request that a keeper does not fulfil, and why."""
+
+
+class Keeper:
+    """Files in memory, by name, in total at most `limit` bytes."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.files: dict[str, int] = {}
+        self.lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(map(file_size, self.files.values()))
+
+    def require_room(self, size: int) -> None:
+        if self.held_bytes + size > self.limit:
+            raise RefusedRequest(
+                f"a file of {size} bytes does not fit beside the {self.held_bytes} that the keeper holds; expected "
+                f"{self.limit} in total at most; raise checkpoint.memory_gib"
+            )
+
+    def check_room(self, size: int) -> None:
+        """As `require_room`, for those who do not hold the lock: files come and go meanwhile."""
+        with self.lock:
+            self.require_room(size)
+
+    def put(self, name: str, file: int) -> None:
+        """Hold a file, from now on the keeper's own."""
+        with self.lock:
+            self.drop(name)
+            self.require_room(file_size(file))
+            self.files[name] = file
+
+    def borrow(self, name: str) -> int:
+        """A handle of a file, which the caller closes."""
+        with self.lock:
+            if name not in self.files:
+                raise RefusedRequest(f"no file {name}")
+            return os.dup(self.files[name])
+
+    def list_files(self, under: str) -> dict[str, int]:
+        """The sizes of the files whose names begin so."""
+        with self.lock:
+            return {name: file_size(file) for name, file in self.files.items() if name.startswith(under)}
+
+    def remove(self, under: str) -> None:
+        with self.lock:
+            for name in list(self.files):
+                if name.startswith(under):
+                    self.drop(name)
+
+    def drop(self, name: str) -> None:
+        file = self.files.pop(name, None)
+        if file is not None:
+            os.close(file)
+
+
+class KeeperServer:
+    """Answers requests to a keeper, each on a connection and a thread of its own."""
+
+    def __init__(self, keeper: Keeper, local: socket.socket, far: socket.socket | None):
+        self.keeper = keeper
+        self.local = local
+        self.far = far
+        self.secret = secrets.token_hex(16)
+
+    def serve_until_end(self, launcher: int) -> None:
+        """Serve until the process `launcher`, given by an open handle, has ended."""
+        accepts: dict[int, Callable[[], None]] = {self.local.fileno(): self.accept_local}
+        if self.far is not None:
+            accepts[self.far.fileno()] = self.accept_far
+        watched = [launcher, *accepts]
+        while True:
+            ready, _, _ = select.select(watched, [], [])
+            if launcher in ready:
+                return
+            for number in ready:
+                accepts[number]()
+
+    def accept_local(self) -> None:
+        connection, _ = self.local.accept()
+        if user_of_peer(connection) == os.getuid():
+            self.answer_in_thread(self.answer_local, connection)
+        else:
+            connection.close()
+
+    def accept_far(self) -> None:
+        assert self.far is not None
+        connection, _ = self.far.accept()
+        self.answer_in_thread(self.answer_far, connection)
+
+    def answer_in_thread(self, answer: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        connection.settimeout(PATIENCE)
+        threading.Thread(target=self.answer_one, args=(answer, connection), daemon=True).start()
+
+    def answer_one(self, answer: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        with connection:
+            try:
+                answer(connection)
+            except RefusedRequest as refused:
+                send_message(connection, {"refused": str(refused)})
+            except (OSError, KeyError, ValueError, TypeError):
+                pass  # the asking side is gone, or is none of ours: it sees the end of the connection
+
+    def answer_local(self, connection: socket.socket) -> None:
+        request, files = receive_message(connection)
+        verb = request["verb"]
+        if verb == "put" and files:
+            self.put_local(request, files[0])
+            send_message(connection, {})
+            return
+        close_all(files)
+        if verb == "get":
+            file = self.keeper.borrow(request["name"])
+            try:
+                send_message(connection, {"bytes": file_size(file)}, [file])
+            finally:
+                os.close(file)
+        elif verb == "hello":
+            port = self.far.getsockname()[1] if self.far is not None else 0
+            send_message(connection, {"port": port, "secret": self.secret})
+        else:
+            send_message(connection, self.answer_plain(request))
+
+    def put_local(self, request: Message, file: int) -> None:
+        try:
+            self.keeper.put(request["name"], file)
+        except BaseException:
+            os.close(file)
+            raise
+
+    def answer_far(self, connection: socket.socket) -> None:
+        request, files = receive_message(connection)
+        close_all(files)
+        known = hmac.compare_digest(str(request.get("secret")), self.secret)
+        if not known:
+            raise RefusedRequest("the secret is not this keeper's")
+        verb = request["verb"]
+        if verb == "put":
+            self.put_far(request, connection)
+        elif verb == "get":
+            self.send_range(request, connection)
+        else:
+            send_message(connection, self.answer_plain(request))
+
+    def put_far(self, request: Message, connection: socket.socket) -> None:
+        """Take a file from another node: room is made sure of before its bytes are sent."""
+        size = int(request["bytes"])
+        self.keeper.check_room(size)
+        send_message(connection, {})
+        file = os.memfd_create("moefold")
+        try:
+            receive_file(connection, file, size)
+            self.keeper.put(request["name"], file)
+        except BaseException:
+            os.close(file)
+            raise
+        send_message(connection, {})
+
+    def send_range(self, request: Message, connection: socket.socket) -> None:
+        file = self.keeper.borrow(request["name"])
+        try:
+            first, last = int(request["first"]), min(int(request["last"]), file_size(file))
+            send_message(connection, {"bytes": last - first})
+            send_file_bytes(connection, file, first, last)
+        finally:
+            os.close(file)
+
+    def answer_plain(self, request: Message) -> Message:
+        under = str(request["under"])
+        if request["verb"] == "remove":
+            self.keeper.remove(under)
+            return {}
+        if request["verb"] == "list":
+            return {"files": self.keeper.list_files(under)}
+        raise RefusedRequest(f"no verb {request['verb']}")
+
+
+def file_size(file: int) -> int:
+    return os.fstat(file).st_size
+
+
+def receive_file(connection: socket.socket, file: int, size: int) -> None:
+    os.ftruncate(file, size)
+    if size:
+        with mmap.mmap(file, size) as memory, memoryview(memory) as view:
+            fill_buffer(connection, view)
+
+
+def main(argv: list[str]) -> None:
+    """Listen, then go on as a child of nobody: whoever waits for this process knows that the keeper answers."""
+    name, launcher, limit, serves = argv
+    os.closerange(FIRST_OWN_HANDLE, os.sysconf("SC_OPEN_MAX"))  # sockets of the rank would seem to live on with it
+    watched = os.pidfd_open(int(launcher))
+    local = socket.socket(socket.AF_UNIX)
+    local.bind(f"\0{name}")
+    local.listen(MOST_WAITING)
+    far: Any = socket.create_server(("", 0), backlog=MOST_WAITING) if serves == "1" else None
+    server = KeeperServer(Keeper(int(limit)), local, far)
+    if os.fork():
+        os._exit(0)
+    server.serve_until_end(watched)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

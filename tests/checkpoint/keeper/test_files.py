@@ -1,0 +1,136 @@
+"""A checkpoint in the memory of keepers is a checkpoint: found, verified, refused where it is damaged, and whole after
+any one node is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.checkpoint.format.boxes import whole_box
+from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints
+from moefold.checkpoint.format.storage import RemotePath
+from moefold.checkpoint.keeper.files import ask_keeper
+from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint
+from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box
+from moefold.checkpoint.live.save import save_checkpoint
+from moefold.layout.axes import World, single_rank_world
+from moefold.train.memory_checkpoints import find_kept, forget_kept
+from tests.support.nodes import idle_launcher, kept_folder
+from tests.support.ranks import run_ranks
+
+ROWS = 8
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
+    for name in ("MOEFOLD_LAUNCHER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with idle_launcher() as pid:
+        yield kept_folder(single_rank_world(), [pid])
+
+
+def rows_of_rank(world: World, scale: float) -> dict[str, Any]:
+    """A tensor of which every rank holds some rows, and one that all hold."""
+    count = ROWS // world.size
+    whole = torch.arange(ROWS * 3.0).view(ROWS, 3) * scale
+    mine = whole[world.rank * count :][:count].clone()
+    box = ((world.rank * count, count), (0, 3))
+    common = torch.full((5,), scale)
+    return {
+        "cut": TensorPart((ROWS, 3), mine.dtype, [hold_box(box, mine)]),
+        "common": TensorPart((5,), common.dtype, [hold_box(whole_box((5,)), common)]),
+    }
+
+
+def held_values(tensors: dict[str, Any]) -> list[list[float]]:
+    return [part.held[0].read().flatten().tolist() for part in tensors.values()]
+
+
+def save_step(folder: RemotePath, world: World, step: int) -> None:
+    save_checkpoint(folder, step, rows_of_rank(world, step), {"step": step}, RetentionPolicy(1), world)
+
+
+def test_the_generation_before_goes_when_the_new_one_is_whole(folder: RemotePath):
+    world = single_rank_world()
+    for step in (1, 2):
+        save_step(folder, world, step)
+    assert [path.name for path in committed_checkpoints(folder)] == ["step-00000002"]
+    found = find_checkpoint(folder, world, str)
+    assert found is not None
+    loaded = rows_of_rank(world, 0)
+    load_checkpoint(found, loaded, set(), world)
+    assert held_values(loaded) == held_values(rows_of_rank(world, 2))
+
+
+def test_what_has_no_manifest_is_no_checkpoint_and_is_forgotten(folder: RemotePath):
+    for step in (1, 2):
+        save_step(folder, single_rank_world(), step)
+    with (folder / "step-00000003" / "rank-00000.safetensors").open("wb") as file:
+        file.write(b"half of it")
+    assert [path.name for path in committed_checkpoints(folder)] == ["step-00000002"]
+    forget_kept(folder, 2, single_rank_world())
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    forget_kept(folder, -1, single_rank_world())
+    assert not folder.exists()
+
+
+def test_a_flipped_bit_in_the_memory_of_a_keeper_leaves_the_run_to_the_disk(folder: RemotePath, tmp_path: Path):
+    save_step(folder, single_rank_world(), 1)
+    said: list[str] = []
+    assert find_kept(folder, tmp_path, single_rank_world(), said.append) is not None
+    keeper = folder.files.from_here()[0]
+    name = "/run/step-00000001/rank-00000.safetensors"
+    answer, (file,) = ask_keeper(keeper, {"verb": "get", "name": name})
+    last = answer["bytes"] - 1
+    (byte,) = os.pread(file, 1, last)
+    os.pwrite(file, bytes([byte ^ 4]), last)
+    os.close(file)
+    assert find_kept(folder, tmp_path, single_rank_world(), said.append) is None
+    assert "checkpoints in memory cannot be used: keepers:/run/step-00000001 is damaged" in said[-1]
+
+
+def test_a_later_checkpoint_on_the_disk_is_preferred(folder: RemotePath, tmp_path: Path):
+    world = single_rank_world()
+    save_step(folder, world, 2)
+    for step, is_kept in ((1, True), (2, True), (3, False)):
+        save_checkpoint(tmp_path, step, rows_of_rank(world, step), {"step": step}, RetentionPolicy(1), world)
+        found = find_kept(folder, tmp_path, world, str)
+        assert (found is not None) == is_kept
+
+
+def save_on_nodes(world: World, launchers: list[int]) -> list[str]:
+    said: list[str] = []
+    folder = kept_folder(world, launchers, said)
+    for step in (1, 2):
+        save_step(folder, world, step)
+    return said
+
+
+def load_on_nodes(world: World, launchers: list[int]) -> list[list[float]]:
+    folder = kept_folder(world, launchers)
+    found = find_checkpoint(folder, world, str)
+    assert found is not None
+    assert found.state == {"step": 2}
+    tensors = rows_of_rank(world, 0)
+    load_checkpoint(found, tensors, set(), world)
+    assert held_values(tensors) == held_values(rows_of_rank(world, 2))
+    save_step(folder, world, 3)
+    return [[keeper.port] for keeper in folder.files.keepers]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_loses_nothing_that_the_next_one_has(lost: int):
+    """Four ranks on two nodes; one node goes with its keeper, and a new one takes its place."""
+    with idle_launcher() as first, idle_launcher() as second, idle_launcher() as newcomer:
+        launchers = [first, second]
+        said = run_ranks(save_on_nodes, 4, launchers)
+        assert "at the keepers of 2 nodes, each rank's at its own and at the next one's" in said[0][0]
+        os.kill(launchers[lost], signal.SIGKILL)
+        launchers[lost] = newcomer
+        assert len(run_ranks(load_on_nodes, 4, launchers)) == 4
