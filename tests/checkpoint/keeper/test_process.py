@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from moefold.checkpoint.keeper.files import (
     keeper_name,
     put_file,
 )
+from moefold.checkpoint.keeper.process import Keeper
 from moefold.config.errors import UserError
 from moefold.layout.axes import single_rank_world
 from tests.support.launched import is_alive, wait_until
@@ -88,6 +90,20 @@ def test_a_keeper_holds_no_more_than_it_may(folder: RemotePath):
     ask_keeper(keeper, {"verb": "remove", "under": "/run/"})
     write_synced_file(folder / "more", b"x")
     os.close(file)
+
+
+def test_room_is_counted_while_files_come_and_go():
+    keeper = Keeper(MIB)
+
+    def come_and_go(name: str) -> None:
+        for _ in range(500):
+            keeper.put(f"/run/{name}", memory_file(b"x"))
+            keeper.check_room(1)
+            keeper.remove(f"/run/{name}")
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(come_and_go, "abcd"))
+    assert keeper.held_bytes == 0
 
 
 def test_the_port_is_for_those_who_know_the_secret(launcher: int, tmp_path: Path):
