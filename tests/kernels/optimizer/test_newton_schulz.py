@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
 from moefold.kernels.optimizer.newton_schulz import (
     newton_schulz,
     newton_schulz_batched,
     newton_schulz_coefficients,
-    newton_schulz_flops,
 )
 
 QUINTIC = newton_schulz_coefficients("quintic", 5)
