@@ -21,7 +21,7 @@ from tests.support.launched import Launcher, has_steps, launched, small_ranks, w
 from tests.support.nodes import keeper_processes
 from tests.support.runs import numbers
 
-STEPS = 26
+STEPS = 40  # behind the last kill there are enough for a slow machine to kill in time
 KEYS = ["--train.steps", str(STEPS), "--train.validate_every", str(STEPS)]
 IN_MEMORY = ["--checkpoint.memory_every", "2", "--restarts", "2"]
 DISK_EVERY = 10

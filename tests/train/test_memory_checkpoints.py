@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.kill_trials import kill_one_rank, kill_without_keeper
-from tests.support.launched import small_ranks
-from tests.support.nodes import idle_launcher
-from tests.support.runs import command
+from tests.support.launched import launched, small_ranks
 
 RANKS = 2
 
@@ -26,10 +24,9 @@ def test_a_run_whose_keeper_is_lost_goes_on_and_after_a_killed_rank_from_the_dis
 
 
 def test_a_run_that_needs_more_memory_than_it_may_have_is_refused(tmp_path: Path):
-    keys = ["--checkpoint.memory_every", "2", "--checkpoint.memory_gib", "0.001"]
-    with idle_launcher() as launcher:
-        env = {"MOEFOLD_LAUNCHER": str(launcher)}
-        code, said = command(small_ranks(tmp_path, "a", 1, *keys), tmp_path / "log", env)
-    assert code == 2
+    keys = ["--checkpoint.memory_every", "2", "--checkpoint.memory_gib", "0.001", "--restarts", "2"]
+    with launched(small_ranks(tmp_path, "a", 1, *keys), tmp_path / "log") as launcher:
+        assert launcher.wait() == 2, launcher.output()
+        said = launcher.output()
     assert "GiB on each node, and checkpoint.memory_gib = 0.001; set checkpoint.memory_gib to" in said
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
