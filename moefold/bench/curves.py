@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from operator import sub
 from pathlib import Path
@@ -58,14 +57,12 @@ class CurveComparison:
 
 def run_benchmark(options: CurvesOptions) -> int:
     device = resolve_device(options.device)
-    comparison = COMPARISONS[options.of]
-    report = curves_report(device, options.steps, comparison)
+    report = curves_report(device, options.steps, options.of)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        svg = curves_as_svg(report["losses"], comparison)
+        svg = curves_as_svg(report["losses"], COMPARISONS[options.of])
         (options.out / "curves.svg").write_text(svg)
-    show = partial(print_curves_report, comparison=comparison)
-    return show_report(report, options.json, show)
+    return show_report(report, options.json, print_curves_report)
 
 
 def curves_config(device: str, steps: int) -> Config:
@@ -162,7 +159,8 @@ def training_losses(config: Config, corpus: Corpus) -> list[float]:
     return [report.loss for report in reports]
 
 
-def curves_report(device: str, steps: int, comparison: CurveComparison) -> Report:
+def curves_report(device: str, steps: int, of: str) -> Report:
+    comparison = COMPARISONS[of]
     config = curves_config(device, steps)
     corpus = load_text(config)
     curves: Curves = {}
@@ -171,6 +169,7 @@ def curves_report(device: str, steps: int, comparison: CurveComparison) -> Repor
         curves[name] = training_losses(variant, corpus)
     return {
         **machine_facts(device),
+        "of": of,
         "steps": steps,
         "model": config.name,
         "losses": curves,
@@ -198,7 +197,8 @@ def differences_from(baseline: list[float], losses: list[float]) -> list[float]:
     return list(map(sub, losses, baseline))
 
 
-def print_curves_report(report: Report, comparison: CurveComparison) -> None:
+def print_curves_report(report: Report) -> None:
+    comparison = COMPARISONS[report.get("of", "kernels")]  # earlier reports compare kernels
     title = f"{report['card']}, {report['date']}: {report['steps']} steps of Python's own library"
     table = report_table(title, "run")
     add_number_columns(table, "last tenth", f"strays from {comparison.baseline_title}", "at most")
