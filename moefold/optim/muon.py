@@ -125,7 +125,7 @@ class Muon:
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         """Matrices that an axis cuts are updated together, so that its ranks share Newton-Schulz evenly; others window
         by window, because what is between a gradient and its weights takes several times their memory."""
-        if cuts_matrices(share):
+        if cutting_axis(share) is not None:
             self.update_elements(share, WHOLE_SHARE, share.matrices, scale, scalars)
             return
         for window in share.matrix_windows(WINDOW_ELEMENTS):
@@ -143,7 +143,7 @@ class Muon:
         dtype = share.weights.dtype
         direction_dtype = DIRECTION_DTYPES.get(dtype, dtype)
         direction = direction.to(direction_dtype)
-        axis = share.bucket.matrix_parts
+        axis = cutting_axis(share)
         batches = [self.matrix_batch(parameter, view, axis) for parameter, view in matrices(direction)]
         orthogonal = map_whole_matrices(batches, self.flops, self.orthogonalise)
         lr, keep = scalars[:2].to(main.dtype)
@@ -183,14 +183,13 @@ class Muon:
         return round_to_nearest(momentum, dtype)
 
     def matrix_batch(self, parameter: DeclaredParameter, view_NRC: Tensor, axis: Axis | None) -> MatrixBatch:
-        """A parameter's matrices as Newton-Schulz takes them. `axis` may cut them."""
+        """A parameter's matrices as Newton-Schulz takes them. `axis` cuts those with a cut."""
         whole = self.matrix_of(parameter)
         if self.takes_heads(parameter):
             heads_NRC = view_NRC.reshape(-1, *whole)  # tp cuts between heads
             return MatrixBatch(heads_NRC, whole)
         cut = parameter.declaration.matrix_cut
-        is_alone = axis is None or axis.size == 1
-        if cut is None or is_alone:
+        if cut is None or axis is None:
             return MatrixBatch(view_NRC, whole)
         cut_dim = 1 + cut.dim
         return MatrixBatch(view_NRC, whole, axis, cut_dim)
@@ -199,6 +198,9 @@ class Muon:
         return self.newton_schulz(x_NRC, self.coefficients)
 
 
-def cuts_matrices(share: BucketShare) -> bool:
+def cutting_axis(share: BucketShare) -> Axis | None:
+    """The axis whose ranks hold parts of the share's matrices; None where every matrix is whole."""
     axis = share.bucket.matrix_parts
-    return axis is not None and axis.size > 1
+    if axis is None or axis.size == 1:
+        return None
+    return axis
