@@ -108,8 +108,7 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
     settings = config_as_yaml(run.config)
     write_settings = partial((out / "config.yaml").write_text, settings)
     run_on_rank_zero(write_settings, world, out)
-    for line in introduction_lines(run):
-        say(line)
+    run_on_rank_zero(partial(introduce_run, run, say), world, out)
     with (
         open_recorder(run, continues) as recorder,
         signals_as_requests(guard.requests) as requests,
@@ -194,6 +193,11 @@ def claim_run_folder(claims: FolderClaims, out: Path, checkpoints: StoragePath, 
         claims.claim(checkpoints)
     if resume is None and (out / "metrics.jsonl").exists():
         raise UserError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
+
+
+def introduce_run(run: Run, say: Printer) -> None:
+    for line in introduction_lines(run):
+        say(line)
 
 
 def introduction_lines(run: Run) -> list[str]:
