@@ -54,7 +54,8 @@ from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
 from moefold.printable import human_readable
 
-OPTIMIZER_OPS = {"add_squares", "adamw", "newton_schulz"}
+OPTIMIZER_OPS = {"add_squares", "adamw"}
+MUON_OPS = {"muon_momentum", "newton_schulz", "muon_weights"}
 RING_OPS = {
     "attention_block",
     "attention_block_backward",
@@ -387,8 +388,8 @@ def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
 
 def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
     ops = set(OPTIMIZER_OPS)
-    if "muon" not in rules_of_run(config):
-        ops.remove("newton_schulz")
+    if "muon" in rules_of_run(config):
+        ops |= MUON_OPS
     if config.optim.qk_clip:
         ops.add("largest_logit")
     for layer in layers:

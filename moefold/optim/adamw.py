@@ -31,10 +31,13 @@ from moefold.optim.rule import (
     RuleState,
     StateKinds,
     StepNumbers,
+    first_element,
+    main_values_alone,
     stochastic_rounding_seed,
     weight_decay_of,
+    window_of,
 )
-from moefold.shard.storage import FusedOperands, WeightStorage
+from moefold.shard.storage import FusedOperands
 
 
 class UpdateNumbers(NamedTuple):
@@ -207,25 +210,6 @@ def operands_in_parts(share: BucketShare) -> FusedOperands:
     fused = share.storage.fused_operands()
     assert fused is not None, "weights that cannot be updated in parts"
     return fused
-
-
-def main_values_alone(storage: WeightStorage) -> FusedOperands:
-    """Main weights that are stored by `refresh_weights`, once they are updated."""
-    main = storage.main_values()
-    return FusedOperands(main, None)
-
-
-def window_of(weights: Tensor | None, window: slice) -> Tensor | None:
-    if weights is None:
-        return None
-    return weights[window]
-
-
-def first_element(share: BucketShare, window: slice) -> int:
-    """The number of a window's first element in the bucket, so that rounding does not depend on the number of
-    shares."""
-    first_of_share = share.bucket.share.start
-    return first_of_share + window.start
 
 
 def host_tensors(share: BucketShare, window: slice, main: Tensor | None) -> list[Tensor]:

@@ -10,9 +10,9 @@ biases, embedding and head are left to AdamW (optim/parameter_groups.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,33 +21,24 @@ from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
 from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.optimizer.adamw import hashed_random_bits, scaled_gradient, stochastic_round
+from moefold.kernels.optimizer.muon_update import MuonOptions, MuonScalars, muon_momentum, muon_weights
 from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients
-from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.layout.axes import Axis
 from moefold.layout.declare import DeclaredParameter, MatrixShape
 from moefold.optim.matrix_batches import MatrixBatch, map_whole_matrices
 from moefold.optim.rule import (
     BucketShare,
-    ParameterMatrices,
+    MatrixWindow,
     RuleState,
     StateKinds,
     StepNumbers,
+    first_element,
+    main_values_alone,
     stochastic_rounding_seed,
     weight_decay_of,
+    window_of,
 )
-from moefold.shard.storage import WHOLE_SHARE
-
-
-class MuonScalars(NamedTuple):
-    """The numbers of one step, in the order in which they lie in a tensor of fp64 on the device."""
-
-    lr: float
-    keep: float  # what weight decay leaves of a weight
-    seed: float  # of stochastic rounding, a whole number below 2^31
-
-
-SEED = MuonScalars._fields.index("seed")
+from moefold.shard.storage import FusedOperands
 
 MatrixScale = Callable[[int, int], float]  # of rows and columns
 MUON_SCALES: dict[str, MatrixScale] = {
@@ -60,7 +51,7 @@ MUON_SCALES: dict[str, MatrixScale] = {
 DIRECTION_DTYPES = {torch.float16: torch.bfloat16}  # gradients without their loss scale are too small for fp16
 
 WINDOW_ELEMENTS = 2**26  # of matrices that are updated at a time
-MatricesIn = Callable[[Tensor], Iterable[ParameterMatrices]]  # in a flat tensor of a share's elements
+Windows = list[MatrixWindow]
 
 
 class Muon:
@@ -69,10 +60,9 @@ class Muon:
 
     def __init__(self, group: OptimizerGroup, optim: OptimConfig, kernels: BoundKernels):
         muon = optim.muon
-        self.momentum = muon.momentum
+        momentum = muon.momentum
         if group.betas:
-            self.momentum, _ = group.betas
-        self.nesterov = muon.nesterov
+            momentum, _ = group.betas
         self.decay = weight_decay_of(group, optim)
         self.steps = muon.steps
         name = muon.newton_schulz
@@ -81,8 +71,11 @@ class Muon:
         self.by_head = muon.heads == "each"
         self.bf16_momentum = optim.moments == "bf16"
         rounds_stochastically = optim.rounding == "stochastic"
-        self.stochastic = self.bf16_momentum and rounds_stochastically
+        stochastic = self.bf16_momentum and rounds_stochastically
+        self.options = MuonOptions(momentum, muon.nesterov, stochastic)
+        self.muon_momentum = kernels[muon_momentum]
         self.newton_schulz = kernels[newton_schulz]
+        self.muon_weights = kernels[muon_weights]
 
     def matrix_cost(self, parameter: DeclaredParameter) -> float:
         """Floating-point operations of a parameter's update, over all ranks that hold parts of its matrices."""
@@ -123,64 +116,44 @@ class Muon:
         return MuonScalars(lr, keep, seed)
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
-        """Matrices that an axis cuts are updated together, so that its ranks share Newton-Schulz evenly; others window
-        by window, because what is between a gradient and its weights takes several times their memory."""
-        if cutting_axis(share) is not None:
-            self.update_elements(share, WHOLE_SHARE, share.matrices, scale, scalars)
-            return
-        for window in share.matrix_windows(WINDOW_ELEMENTS):
-            self.update_elements(share, window.elements, window.matrices, scale, scalars)
+        storage = share.storage
+        fused = storage.fused_operands()
+        operands = fused or main_values_alone(storage)
+        for windows in windows_updated_together(share):
+            self.update_windows(share, operands, windows, scale, scalars)
+        if fused is None:
+            storage.refresh_weights(operands.main)
 
-    def update_elements(
-        self, share: BucketShare, elements: slice, matrices: MatricesIn, scale: Tensor, scalars: Tensor
+    def update_windows(
+        self, share: BucketShare, operands: FusedOperands, windows: Windows, scale: Tensor, scalars: Tensor
     ) -> None:
-        main = share.storage.main_values(elements)
-        is_finite = scale.isfinite()
-        seed = scalars[SEED].to(torch.int64)
-        direction = self.next_direction(share, elements, scale, seed, main.dtype)
-        # A direction of zeros moves nothing: Newton-Schulz of zeros is zeros.
-        direction = direction.where(is_finite, 0)
+        axis = cutting_axis(share)
+        batches: list[MatrixBatch] = []
+        for window in windows:
+            direction = self.next_direction(share, window.elements, scale, scalars)
+            view_NRC = window.matrices(direction)
+            batch = self.matrix_batch(window.parameter, view_NRC, axis)
+            batches.append(batch)
+        orthogonal = map_whole_matrices(batches, self.flops, self.orthogonalise)
+        for window, batch, matrices in zip(windows, batches, orthogonal, strict=True):
+            elements = window.elements
+            main = operands.main[elements]
+            weights = window_of(operands.weights, elements)
+            matrix_scale = self.scale_of(*batch.whole)
+            first = first_element(share, elements)
+            self.muon_weights(main, weights, matrices.flatten(), matrix_scale, scale, scalars, first)
+
+    def next_direction(self, share: BucketShare, elements: slice, scale: Tensor, scalars: Tensor) -> Tensor:
+        """Update the momentum, unless the scale is not finite, and return the direction of the step."""
+        momentum = share.state["momentum"]
+        assert isinstance(momentum, Tensor), "momentum has no blocks"
+        gradient = share.gradient[elements]
         dtype = share.weights.dtype
         direction_dtype = DIRECTION_DTYPES.get(dtype, dtype)
-        direction = direction.to(direction_dtype)
-        axis = cutting_axis(share)
-        batches = [self.matrix_batch(parameter, view, axis) for parameter, view in matrices(direction)]
-        orthogonal = map_whole_matrices(batches, self.flops, self.orthogonalise)
-        lr, keep = scalars[:2].to(main.dtype)
-        sound_keep = keep.where(is_finite, 1)
-        views = [view for _, view in matrices(main)]
-        for weights, batch, step in zip(views, batches, orthogonal, strict=True):
-            rows, columns = batch.whole
-            factor = lr * self.scale_of(rows, columns)
-            weights.mul_(sound_keep)
-            weights.sub_(step.view_as(weights) * factor)
-        share.storage.refresh_weights(main, seed, elements)
-
-    def next_direction(
-        self, share: BucketShare, elements: slice, scale: Tensor, seed: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Update the momentum, unless the scale is not finite, and return the direction of the step."""
-        momentum_of_share = share.state["momentum"]
-        assert isinstance(momentum_of_share, Tensor), "momentum has no blocks"
-        kept = momentum_of_share[elements]
-        gradient = scaled_gradient(share.gradient[elements], scale, dtype)
-        momentum = kept.to(dtype)
-        momentum = momentum.lerp(gradient, 1 - self.momentum)
-        rounded = self.rounded_momentum(momentum, kept.dtype, seed, elements.start or 0)
-        is_finite = scale.isfinite()
-        kept.copy_(rounded.where(is_finite, kept))
-        if self.nesterov:
-            return gradient.lerp(momentum, self.momentum)
-        return momentum
-
-    def rounded_momentum(self, momentum: Tensor, dtype: torch.dtype, seed: Tensor, first: int) -> Tensor:
-        """The momentum in the dtype in which it is kept, of a share's elements from `first` on."""
-        if self.stochastic:
-            size = len(momentum)
-            hashed = hashed_random_bits(first, size, seed, momentum.device)
-            random_bits = hashed & 0xFFFF
-            momentum = stochastic_round(momentum, dtype, random_bits)
-        return round_to_nearest(momentum, dtype)
+        direction = torch.empty_like(gradient, dtype=direction_dtype)
+        first = first_element(share, elements)
+        self.muon_momentum(direction, momentum[elements], gradient, scale, scalars, self.options, first)
+        return direction
 
     def matrix_batch(self, parameter: DeclaredParameter, view_NRC: Tensor, axis: Axis | None) -> MatrixBatch:
         """A parameter's matrices as Newton-Schulz takes them. `axis` cuts those with a cut."""
@@ -196,6 +169,16 @@ class Muon:
 
     def orthogonalise(self, x_NRC: Tensor) -> Tensor:
         return self.newton_schulz(x_NRC, self.coefficients)
+
+
+def windows_updated_together(share: BucketShare) -> Iterator[Windows]:
+    """Matrices that an axis cuts are updated together, so that its ranks share Newton-Schulz evenly; others window by
+    window, because direction and orthogonal matrices take as much memory as their weights."""
+    if cutting_axis(share) is not None:
+        yield list(share.matrix_windows(sys.maxsize))
+        return
+    for window in share.matrix_windows(WINDOW_ELEMENTS):
+        yield [window]
 
 
 def cutting_axis(share: BucketShare) -> Axis | None:

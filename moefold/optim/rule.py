@@ -20,7 +20,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.moments import Moment
 from moefold.shard.buckets import Bucket
-from moefold.shard.storage import WeightStorage
+from moefold.shard.storage import FusedOperands, WeightStorage
 
 StateKinds = tuple[str, ...]
 RuleState = dict[str, Moment]  # by kind
@@ -82,12 +82,11 @@ class MatrixWindow(NamedTuple):
     elements: slice
     parameter: DeclaredParameter
 
-    def matrices(self, flat: Tensor) -> list[ParameterMatrices]:
-        """The parameter's matrices in a flat tensor of the window."""
+    def matrices(self, flat: Tensor) -> Tensor:
+        """The parameter's matrices in a flat tensor of the window: a view (matrices, rows, columns)."""
         matrix = self.parameter.matrix
         assert matrix is not None, f"{self.parameter.name} has no matrix"
-        view = flat.view(-1, *matrix)
-        return [(self.parameter, view)]
+        return flat.view(-1, *matrix)
 
 
 class Rule(Protocol):
@@ -145,3 +144,22 @@ def stochastic_rounding_seed(step: int, bucket: int) -> int:
     """A seed below 2^31, another for every step and bucket."""
     mixed = step * 1_000_003 + bucket * 7_919
     return mixed % (1 << 31)
+
+
+def main_values_alone(storage: WeightStorage) -> FusedOperands:
+    """Main weights that are stored by `refresh_weights`, once they are updated."""
+    main = storage.main_values()
+    return FusedOperands(main, None)
+
+
+def window_of(weights: Tensor | None, window: slice) -> Tensor | None:
+    if weights is None:
+        return None
+    return weights[window]
+
+
+def first_element(share: BucketShare, window: slice) -> int:
+    """The number of a window's first element in the bucket, so that rounding does not depend on the number of
+    shares."""
+    first_of_share = share.bucket.share.start
+    return first_of_share + window.start

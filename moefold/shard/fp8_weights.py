@@ -28,7 +28,6 @@ from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightForm
 from moefold.kernels.quantise.quantise_weight_share import cast_share, share_maxima, transpose_values
 from moefold.layout.weight_copies import release_stored, store_copy, take_rewritten
 from moefold.shard.storage import (
-    WHOLE_SHARE,
     FlatWeights,
     FusedOperands,
     LargestOfReplicas,
@@ -137,11 +136,11 @@ class Fp8Weights(FlatWeights):
             copy = QuantisedWeight(forward, transposed)
             store_copy(parameter, self.format, copy)
 
-    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
-        return self.main[window]
+    def main_values(self) -> Tensor:
+        return self.main
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
-        store_values(values, self.main[window])
+    def refresh_weights(self, values: Tensor) -> None:
+        store_values(values, self.main)
 
     def fused_operands(self) -> FusedOperands:
         return FusedOperands(self.main, None)

@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moefold.kernels.optimizer.adamw import stochastic_round, weight_random_bits
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest, upper_bfloat16
 
 MoveTensor = Callable[[Tensor], Tensor]
@@ -38,7 +37,6 @@ class LogicalValues(Protocol):
 
 
 SavedValues = Tensor | LogicalValues
-WHOLE_SHARE = slice(None)
 
 
 class FusedOperands(NamedTuple):
@@ -71,14 +69,12 @@ class WeightStorage(Protocol):
         """Make main weights for this share, from the weights as they are."""
         ...
 
-    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
-        """Main weights of the share, or of a window of it, in fp32 or better: the live tensor where one exists, else a
-        copy."""
+    def main_values(self) -> Tensor:
+        """Main weights of the share in fp32 or better: the live tensor where one exists, else a copy."""
         ...
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
-        """Store new main weights, and round them into the weights of the share. `seed`: of stochastic rounding, for
-        weights without main weights."""
+    def refresh_weights(self, values: Tensor) -> None:
+        """Store new main weights, and round them to nearest into the weights of the share."""
         ...
 
     def fused_operands(self) -> FusedOperands | None:
@@ -167,15 +163,15 @@ class PlainWeights(FlatWeights):
     def has_main_copy(self) -> bool:
         return self.main is not self.share_of_weights
 
-    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
-        return self.main[window]
+    def main_values(self) -> Tensor:
+        return self.main
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
-        store_values(values, self.main[window])
+    def refresh_weights(self, values: Tensor) -> None:
+        store_values(values, self.main)
         if self.has_main_copy:
             dtype = self.weights.dtype
             rounded = round_to_nearest(values, dtype)
-            self.share_of_weights[window].copy_(rounded)
+            self.share_of_weights.copy_(rounded)
 
     def fused_operands(self) -> FusedOperands:
         weights = None
@@ -206,13 +202,11 @@ class SplitFp32Weights(FlatWeights):
         lower = torch.zeros_like(upper, dtype=torch.int16)
         self.values = SplitValues(upper, lower)
 
-    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
-        values = self.values[window]
-        return values.get(0, len(values))
+    def main_values(self) -> Tensor:
+        return self.values.get(0, len(self.values))
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
-        stored = self.values[window]
-        stored.put(0, len(stored), values)
+    def refresh_weights(self, values: Tensor) -> None:
+        self.values.put(0, len(self.values), values)
 
     def fused_operands(self) -> FusedOperands:
         values = self.values
@@ -296,20 +290,15 @@ class RoundedWeights(FlatWeights):
     rounding (kernels/optimizer/adamw.py). Other changes are rounded to nearest."""
 
     def open_main_weights(self, share: slice) -> None:
-        self.first = share.start
         self.share_of_weights = self.weights_of_share(share)
 
-    def main_values(self, window: slice = WHOLE_SHARE) -> Tensor:
-        return self.share_of_weights[window].float()
+    def main_values(self) -> Tensor:
+        return self.share_of_weights.float()
 
-    def refresh_weights(self, values: Tensor, seed: Tensor | None = None, window: slice = WHOLE_SHARE) -> None:
+    def refresh_weights(self, values: Tensor) -> None:
         dtype = self.weights.dtype
-        if seed is not None:
-            first = self.first + (window.start or 0)
-            random_bits = weight_random_bits(first, len(values), seed, values.device)
-            values = stochastic_round(values, dtype, random_bits)
         rounded = round_to_nearest(values, dtype)
-        self.share_of_weights[window].copy_(rounded)
+        self.share_of_weights.copy_(rounded)
 
     def fused_operands(self) -> FusedOperands:
         return FusedOperands(self.share_of_weights, None)

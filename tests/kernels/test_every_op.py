@@ -682,6 +682,19 @@ def plain_adamw_blocks(w, g, m, v, weights, scale, scalars, options, first, forw
     return *state, of_blocks, [[list(line) for line in zip(*rows, strict=True)] for rows in of_blocks]
 
 
+def plain_muon_momentum(direction, momentum, g, scale, scalars, options):
+    beta, nesterov, _ = options
+    mean = [beta * a + (1 - beta) * scale * b for a, b in zip(momentum, g, strict=True)]
+    ahead = [beta * a + (1 - beta) * scale * b for a, b in zip(mean, g, strict=True)]
+    return ahead if nesterov else mean, mean, g, scale, scalars
+
+
+def plain_muon_weights(w, weights, orthogonal, matrix_scale, scale, scalars):
+    lr, keep, _ = scalars
+    moved = [keep * a - lr * matrix_scale * b for a, b in zip(w, orthogonal, strict=True)]
+    return moved, orthogonal, scale, scalars
+
+
 def plain_add_squares(total, *flats):
     return total + math.fsum(dot(x, x) for x in flats), *flats
 

@@ -57,7 +57,7 @@ class Int8Weights:
     def main_values(self) -> torch.Tensor:
         return self.main
 
-    def refresh_weights(self, values: torch.Tensor, seed: torch.Tensor | None = None) -> None:
+    def refresh_weights(self, values: torch.Tensor) -> None:
         self.main.copy_(values)
         self.scales[self.number] = self.main.abs().max() / 127
         self.codes[self.share] = (self.main / self.scales[self.number]).round().to(torch.int8)

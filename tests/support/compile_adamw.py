@@ -1,5 +1,5 @@
-"""Compile the updates of AdamW for Hopper, which needs no GPU: the interpreter accepts more than the compiler does.
-Print what the update with 8-bit moments and bf16 weights consists of.
+"""Compile the updates of AdamW and Muon for Hopper, which needs no GPU: the interpreter accepts more than the compiler
+does. Print what the update with 8-bit moments and bf16 weights consists of.
 
 python -m tests.support.compile_adamw
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.kernels.optimizer import adamw_blocks_triton, optimizer_triton
+from moefold.kernels.optimizer import adamw_blocks_triton, muon_update_triton, optimizer_triton
 from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK
 from moefold.kernels.quantise.quantise_weight_triton import ROOM
 from tests.support.compile_quantise import SCALE_CONSTANTS, WEIGHT_TYPES, compile_for_hopper
@@ -21,6 +21,8 @@ TYPES |= {"scale": "*fp64", "scalars": "*fp64", "mean_scales": "*fp32", "square_
 TYPES |= {"beta1": "fp32", "beta2": "fp32", "eps": "fp32"}
 PLAIN = {"main": "*fp32", "mean": "*fp32", "square": "*fp32"}
 SPLIT = {"main": "*i16", "mean": "*bf16", "square": "*bf16"}
+MUON_TYPES = TYPES | {"direction": "*bf16", "momentum": "*bf16", "orthogonal": "*bf16"}
+MUON_TYPES |= {"beta": "fp32", "matrix_scale": "fp32", "first": "i64"}
 BLOCKS = {"BLOCKS": optimizer_triton.BLOCKS_PER_PROGRAM, "BLOCK": MOMENT_BLOCK}
 
 
@@ -43,6 +45,12 @@ def update_kernels() -> Iterator[tuple[str, str]]:
     types = WEIGHT_TYPES | TYPES | PLAIN | {"updated": "*bf16"}
     constants = SCALE_CONSTANTS | modes(copy=True) | {"ROUND": False, "ROWS": adamw_blocks_triton.ROWS}
     yield "fp32, FP8 copies", compile_for_hopper(copies, types, constants, ROOM)
+    momentum = muon_update_triton.muon_momentum_kernel
+    constants = {"NESTEROV": True, "STOCHASTIC": True} | block
+    yield "Muon's momentum", compile_for_hopper(momentum, MUON_TYPES, constants, WARPS)
+    weights = muon_update_triton.muon_weights_kernel
+    constants = {"SPLIT": False, "COPY": False} | block
+    yield "Muon's weights, no main weights", compile_for_hopper(weights, MUON_TYPES, constants, WARPS)
 
 
 def main() -> None:

@@ -66,12 +66,7 @@ def adamw(
         square = stochastic_round(square, v.dtype, random_bits >> 16)
     store_moment(m, m_scales, mean, is_second=False)
     store_moment(v, v_scales, square, is_second=True)
-    if main.dtype == torch.bfloat16:
-        random_bits = weight_random_bits(first, len(w), seed, w.device)
-        w = stochastic_round(w, main.dtype, random_bits)
-        main.copy_(w)
-        return
-    store_weights(w, main, weights)
+    store_or_round_weights(w, main, weights, first, seed)
 
 
 def read_moment(moment: Tensor, scales: Tensor | None, dtype: torch.dtype, is_second: bool) -> Tensor:
@@ -107,6 +102,16 @@ def store_weights(w: Tensor, main: Tensor, weights: Tensor | None) -> None:
         main.copy_(lower)
     if weights is not None:
         copy_rounded(weights, w)
+
+
+def store_or_round_weights(w: Tensor, main: Tensor, weights: Tensor | None, first: int, seed: int | Tensor) -> None:
+    """`store_weights`, and weights that have no main weights are rounded stochastically."""
+    if main.dtype != torch.bfloat16:
+        store_weights(w, main, weights)
+        return
+    random_bits = weight_random_bits(first, len(w), seed, w.device)
+    rounded = stochastic_round(w, main.dtype, random_bits)
+    main.copy_(rounded)
 
 
 def copy_rounded(to: Tensor, x: Tensor) -> None:

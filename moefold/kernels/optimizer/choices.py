@@ -46,6 +46,22 @@ CHOICES: Choices = {
             "one pass; a few thousand squares are summed in fp32, these sums in fp64",
         ),
     ),
+    "muon_momentum": (
+        Choice(
+            "triton",
+            triton_computes,
+            "cuda with Triton, fp32 or bf16",
+            "one pass over gradient, momentum and direction, clipping included",
+        ),
+    ),
+    "muon_weights": (
+        Choice(
+            "triton",
+            triton_computes,
+            "cuda with Triton, fp32 or bf16",
+            "one pass over orthogonal matrices, main weights and the model's",
+        ),
+    ),
     "newton_schulz": (
         Choice(
             "gram",

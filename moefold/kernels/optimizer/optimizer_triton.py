@@ -8,6 +8,8 @@ Imported only where Triton is installed."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +25,9 @@ BLOCKS_PER_PROGRAM = 16  # blocks of moments: sixteen elements a thread, which i
 SQUARES_PER_PROGRAM = 16 * BLOCK  # elements of which a program adds up the squares
 
 
-def scalar_place(name: str) -> tl.constexpr:
-    """The place of a number in the tensor of a step's numbers, as AdamWScalars has them."""
-    place = AdamWScalars._fields.index(name)
+def scalar_place(name: str, numbers: type[NamedTuple] = AdamWScalars) -> tl.constexpr:
+    """The place of a number in the tensor of a step's numbers."""
+    place = numbers._fields.index(name)
     return tl.constexpr(place)
 
 
@@ -89,6 +91,37 @@ def store_rounded(at, x, random_bits, there, STOCHASTIC: constexpr):
         upper = bits & -65536
         x = upper.to(tl.float32, bitcast=True)
     tl.store(at, x.to(stored), mask=there)
+
+
+@triton.jit
+def load_main(main, weights, i, there, SPLIT: constexpr):
+    """Main weights as fp32. SPLIT: `main` are the lower 16 bits."""
+    if SPLIT:
+        upper = load_bits(weights, i, there)
+        lower = load_bits(main, i, there)
+        joined = (upper << 16) + lower
+        return joined.to(tl.float32, bitcast=True)
+    else:
+        return load_fp32(main, i, there)
+
+
+@triton.jit
+def store_main(main, weights, w, number, seed, i, there, SPLIT: constexpr, COPY: constexpr):
+    """Store updated weights: bf16 rounded to nearest, and the main weights or the bits that bf16 lacks. `main` as
+    bf16: rounded stochastically, by the numbers of the elements."""
+    bits = w.to(tl.int32, bitcast=True)
+    if COPY:
+        nearest = (bits + 0x8000) >> 16
+        nearest = nearest.to(tl.int16)
+        tl.store(weights + i, nearest, mask=there)
+    if SPLIT:
+        bits = bits.to(tl.int16)
+        tl.store(main + i, bits, mask=there)
+    elif main.dtype.element_ty == tl.bfloat16:
+        seeded = number ^ seed.to(tl.uint32)
+        store_rounded(main + i, w, weight_random_bits(seeded), there, True)
+    else:
+        tl.store(main + i, w, mask=there)
 
 
 @triton.jit
@@ -174,14 +207,7 @@ def update_elements(
     keep = load_scalar(scalars, KEEP)
     root = load_scalar(scalars, INVERSE_ROOT)
     seed = tl.load(scalars + SEED).to(tl.int64)
-    # main weights
-    if SPLIT:
-        upper = load_bits(weights, i, there)
-        lower = load_bits(main, i, there)
-        joined = (upper << 16) + lower
-        w = joined.to(tl.float32, bitcast=True)
-    else:
-        w = load_fp32(main, i, there)
+    w = load_main(main, weights, i, there, SPLIT)
     # gradient and moments
     g = load_fp32(gradient, i, there) * factor
     if mean_scales is None:
@@ -217,20 +243,7 @@ def update_elements(
         store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
     else:
         store_codes(square, square_scales, root_of_v, i, block, there, True)
-    # weights back: bf16 rounded to nearest, and the main weights or the bits that bf16 lacks
-    bits = w.to(tl.int32, bitcast=True)
-    if COPY:
-        nearest = (bits + 0x8000) >> 16
-        nearest = nearest.to(tl.int16)
-        tl.store(weights + i, nearest, mask=there)
-    if SPLIT:
-        bits = bits.to(tl.int16)
-        tl.store(main + i, bits, mask=there)
-    elif main.dtype.element_ty == tl.bfloat16:
-        seeded = number ^ seed.to(tl.uint32)
-        store_rounded(main + i, w, weight_random_bits(seeded), there, True)
-    else:
-        tl.store(main + i, w, mask=there)
+    store_main(main, weights, w, number, seed, i, there, SPLIT, COPY)
 
 
 @triton.jit
