@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+export PYTHONDONTWRITEBYTECODE :=  # compiled once: tests start hundreds of interpreters, and rewrite their own asserts
 
 .PHONY: train test test-all lint types check check-all page clean
 
