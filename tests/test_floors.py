@@ -85,6 +85,8 @@ TORCH_FREE = {
     "checkpoint/keeper",
     "checkpoint/hf/config_json.py",
     "checkpoint/hf/model_folder.py",
+    "checkpoint/hf/adapter_folder.py",
+    "checkpoint/hf/adapted_products.py",
 }
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 

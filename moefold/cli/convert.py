@@ -22,8 +22,9 @@ class ConvertOptions:
     """A run, a checkpoint, or a folder with config.json and safetensors."""
     out: tyro.conf.Positional[Path]
     """The folder to write; it must be empty or absent."""
-    to: Literal["hf", "peft"] = "hf"
-    """The form to write: hf, a model, with adapters merged into its weights; peft, the adapters of a LoRA run alone."""
+    to: Literal["hf", "peft", "peft_by_expert"] = "hf"
+    """The form to write: hf, a model, with adapters merged into its weights; peft, the adapters of a LoRA run alone;
+    peft_by_expert, the same with a pair for each expert's matrix, as vLLM and SGLang read them."""
     family: str | None = None
     """The model family to write, such as qwen3_moe; by default the one that can hold every tensor."""
     dtype: Literal["as_saved", "fp32", "bf16", "fp16", "fp8_block"] = "as_saved"
@@ -46,6 +47,8 @@ def run_command(argv: Sequence[str]) -> int:
     from moefold.train.convert import ConvertRequest, convert_adapters, convert_weights  # torch, from here on
 
     request = ConvertRequest(options.family, options.dtype, options.upcycle, options.seed, options.overwrite)
-    convert = convert_adapters if options.to == "peft" else convert_weights
-    convert(options.source, options.out, request, print)
+    if options.to == "hf":
+        convert_weights(options.source, options.out, request, print)
+    else:
+        convert_adapters(options.source, options.out, request, options.to == "peft_by_expert", print)
     return 0

@@ -50,6 +50,8 @@ class TrainOptions:
     """auto: continue the run in --out if it has a checkpoint. A path: continue from the checkpoint there."""
     init_from: str | None = None
     """A run or checkpoint whose weights alone to start from: step, optimizer and data position are new."""
+    lora_from: Path | None = None
+    """A folder of adapters, as PEFT saves them, to start from: its ranks, scales and targets are those of `lora`."""
     nproc: int = 1
     """How many ranks to start on this machine."""
     port: int | None = None
@@ -72,7 +74,7 @@ def run_command(argv: Sequence[str]) -> int:
     if starts_ranks:
         ranks = check_rank_count(options.nproc)
         rendezvous = Rendezvous(size=ranks, local_size=ranks)
-    change = change_from_hf(options.from_hf)
+    change = change_from_start(options, overrides)
     config = resolve_recipe(options.recipe, overrides, rendezvous.size, change)
     problems = unsaid_settings(options.recipe, overrides)
     if not options.force:
@@ -172,7 +174,7 @@ def train_guarded(config: Config, options: TrainOptions, out: Path, guard: RankG
     limits = TimeLimits(config.train.step_timeout, config.train.slow_timeout)
     watch = HangWatch(limits, place, out)
     guard.looks.append(watch.look)
-    start = RunStart(options.resume, options.from_hf, options.init_from)
+    start = RunStart(options.resume, options.from_hf, options.init_from, options.lora_from)
     terms = compared_options(options) | comparable_settings(config) | code_versions()
     timeout = collective_timeout(config)
     with joined_world(config.parallel, config.train.device, config.shard, terms, timeout) as world:
@@ -200,6 +202,7 @@ def compared_options(options: TrainOptions) -> dict[str, str]:
         "--resume": options.resume,
         "--from-hf": options.from_hf,
         "--init-from": options.init_from,
+        "--lora-from": options.lora_from,
     }
     texts: dict[str, str] = {}
     for name, value in values.items():
@@ -207,6 +210,22 @@ def compared_options(options: TrainOptions) -> dict[str, str]:
             value = value.absolute()
         texts[name] = "not given" if value is None else str(value)
     return texts
+
+
+def change_from_start(options: TrainOptions, overrides: Sequence[str]) -> Callable[[Config], Config]:
+    """A function that puts the model and tokenizer of a Hugging Face folder, and the section `lora` of a folder of
+    adapters for the model with its overrides, into a recipe."""
+    change = change_from_hf(options.from_hf)
+    if options.lora_from is None:
+        return change
+
+    from moefold.checkpoint.hf.adapted_products import lora_of_folder
+    from moefold.checkpoint.hf.adapter_folder import open_adapter_folder
+
+    folder = open_adapter_folder(options.lora_from)
+    without_lora = resolve_recipe(options.recipe, overrides, None, change)
+    lora = lora_of_folder(folder, without_lora.model)
+    return lambda recipe: replace(change(recipe), lora=lora)
 
 
 def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
@@ -257,4 +276,6 @@ def rank_arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -
         arguments += ["--from-hf", str(options.from_hf)]
     if options.init_from:
         arguments += ["--init-from", options.init_from]
+    if options.lora_from:
+        arguments += ["--lora-from", str(options.lora_from)]
     return [*arguments, *overrides]

@@ -118,9 +118,10 @@ def assemble_run(
     out: Path,
     corpus: Corpus | None = None,
     weights: Callable[[Transformer], None] | None = None,
+    adapters: Callable[[Transformer], None] | None = None,
 ) -> Run:
     """Build everything a run needs. `corpus` replaces the text that the configuration names; `weights` fills the model
-    with given weights instead of random ones."""
+    with given weights instead of random ones, `adapters` its adapters."""
     config = resolve_auto_values(config, world)
     config = resolve_tokenizer(config, corpus)
     config = check_config(config, world.size)
@@ -133,7 +134,7 @@ def assemble_run(
         require_agreement({"fingerprint of the data": text.fingerprint()}, world)
     loader, validation = make_loaders(config, text, world)
     kernels = choose_kernels(config, world)
-    model = build_model(config, world, kernels, weights)
+    model = build_model(config, world, kernels, weights, adapters)
     loader.replay = open_replay(config, model, world)
     groups = ParameterGroups(config.optim, kernels)
     loss_scale = make_loss_scale(config, world.device)
@@ -283,11 +284,15 @@ def share_attention_timings(facts: Facts, world: World) -> None:
 
 
 def build_model(
-    config: Config, world: World, kernels: BoundKernels, start: Callable[[Transformer], None] | None = None
+    config: Config,
+    world: World,
+    kernels: BoundKernels,
+    start: Callable[[Transformer], None] | None = None,
+    adapters: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
-    which gives every parameter its value. With zero3 parameters have no memory until they are shared out; those of a
-    base in blocks never have."""
+    which gives every parameter its value, and by `adapters`, which fills adapters. With zero3 parameters have no memory
+    until they are shared out; those of a base in blocks never have."""
     choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
     homes = rank_of_each_stage(config)
@@ -307,14 +312,21 @@ def build_model(
         start(model)
     elif is_whole:
         initialise_parameters(model, config.train.seed)
-    add_adapters(model, config, world, kernels)  # behind the start, which may know of no adapters
+    add_adapters(model, config, world, kernels, adapters)  # behind the start, which may know of no adapters
     attach_fp8_sums(model, world, config.precision)
     attach_configured_policies(model, config)
     return model
 
 
-def add_adapters(model: Transformer, config: Config, world: World, kernels: BoundKernels) -> None:
-    """Adapters of this rank's products, initialised by name and seed as weights are; all else is frozen."""
+def add_adapters(
+    model: Transformer,
+    config: Config,
+    world: World,
+    kernels: BoundKernels,
+    start: Callable[[Transformer], None] | None,
+) -> None:
+    """Adapters of this rank's products, initialised by name and seed as weights are, then filled by `start` if there is
+    one; all else is frozen."""
     specs = adapter_specs(config)
     if not specs:
         return
@@ -322,6 +334,8 @@ def add_adapters(model: Transformer, config: Config, world: World, kernels: Boun
         attach_adapters(model, specs, kernels)
     adapters = [each for each in declared_parameters(model) if each.tensor.requires_grad]
     fill_parameters(adapters, config.train.seed)
+    if start is not None:
+        start(model)
 
 
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:

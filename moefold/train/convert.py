@@ -16,6 +16,7 @@ from moefold.checkpoint.hf.family import ModelFamily
 from moefold.checkpoint.hf.merged_weights import MergedWeights, WeightAdapters, weight_adapters
 from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.checkpoint.hf.name_table import NameTable
+from moefold.checkpoint.hf.peft_by_expert import peft_adapter_by_expert
 from moefold.checkpoint.hf.peft_folder import peft_adapter, write_adapter
 from moefold.checkpoint.hf.piece_values import FetchBox
 from moefold.checkpoint.hf.quantise import FP8_DTYPE, block_scales_shape, plain_modules
@@ -114,8 +115,8 @@ def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Print
         say(compare_with_dense(source, out))
 
 
-def convert_adapters(source: Path, out: Path, request: ConvertRequest, say: Printer) -> None:
-    """Write the adapters of a run alone, in PEFT's format."""
+def convert_adapters(source: Path, out: Path, request: ConvertRequest, by_expert: bool, say: Printer) -> None:
+    """Write the adapters of a run alone, in PEFT's format: those of all experts as one, or `by_expert`."""
     check_output_folder(out, request.overwrite)
     if request.upcycle or request.dtype == "fp8_block":
         raise UserError(
@@ -128,13 +129,17 @@ def convert_adapters(source: Path, out: Path, request: ConvertRequest, say: Prin
     family = family_for_model(weights.model, request.family)
     config_json_for(family, weights.model)  # refuses what the family has no option for
     table = family.name_table(weights.model)
-    adapter = peft_adapter(table, adapters.by_weight, adapters.lora, adapters.fetch_box)
+    if by_expert:
+        adapter = peft_adapter_by_expert(table, adapters.by_weight, adapters.fetch_box)
+    else:
+        adapter = peft_adapter(table, adapters.by_weight, adapters.lora, adapters.fetch_box)
     if request.dtype != "as_saved":
         dtype = DTYPES[request.dtype]
         adapter.tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
     plan = write_adapter(out, adapter, request.overwrite)
     size = total_bytes(plan) / 1e6
-    say(f"wrote {out}: adapters for {family.kind}, {len(plan)} tensors, {size:.3g} MB, as PEFT loads them")
+    readers = "vLLM and SGLang load" if by_expert else "PEFT loads"
+    say(f"wrote {out}: adapters for {family.kind}, {len(plan)} tensors, {size:.3g} MB, as {readers} them")
 
 
 def open_weight_source(source: Path, request: ConvertRequest, say: Printer) -> WeightSource:

@@ -41,6 +41,7 @@ from moefold.train.folder_owner import FolderClaims, folder_claims
 from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually
 from moefold.train.init_from import checkpoint_weights
+from moefold.train.lora_from import starting_adapters
 from moefold.train.memory_checkpoints import (
     MemoryCheckpoints,
     find_kept,
@@ -72,11 +73,12 @@ PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and cac
 @dataclass(frozen=True)
 class RunStart:
     """Where a run starts: a checkpoint to resume (`auto` or a path), or weights alone: of a Hugging Face folder, or of
-    a checkpoint. All None: random weights."""
+    a checkpoint; and adapters of a folder. All None: random weights."""
 
     resume: str | None = None
     from_hf: Path | None = None
     init_from: str | None = None
+    lora_from: Path | None = None
 
 
 def run_training(config: Config, world: World, out: Path, start: RunStart, guard: RankGuard) -> StopRequest | None:
@@ -97,8 +99,11 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
     kept = open_kept_folder(config.checkpoint, world, out, say)
     newest = find_kept(kept, checkpoint_folder(config, out), world, say) if start.resume else None
     # Build the run, and make sure that its checkpoints fit before any step is spent.
-    weights = None if newest else weights_of_start(start, config, world, out, say)
-    run = assemble_run(config, world, out, weights=weights)
+    weights = adapters = None
+    if newest is None and not resumes_own(start, config, world, out):
+        weights = weights_of_start(start, config, world, out, say)
+        adapters = start.lora_from and starting_adapters(start.lora_from, config, world, say)
+    run = assemble_run(config, world, out, weights=weights, adapters=adapters)
     require_space_for_checkpoint(run)
     require_keeper_room(run, kept)
     # Continue from a checkpoint, and write down the settings that are in effect.
@@ -124,12 +129,14 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
     return None
 
 
-def weights_of_start(start: RunStart, config: Config, world: World, out: Path, say: Printer) -> WeightFiller | None:
-    """A function that fills the model, if the run starts from weights; None where a checkpoint is to be resumed, whose
-    weights would replace them."""
+def resumes_own(start: RunStart, config: Config, world: World, out: Path) -> bool:
+    """Whether a checkpoint of the run is to be resumed, which would replace weights of a start."""
     own = checkpoint_folder(config, out)
-    if start.resume and run_on_rank_zero(partial(checkpoints_at, own), world, own):
-        return None
+    return bool(start.resume and run_on_rank_zero(partial(checkpoints_at, own), world, own))
+
+
+def weights_of_start(start: RunStart, config: Config, world: World, out: Path, say: Printer) -> WeightFiller | None:
+    """A function that fills the model, if the run starts from weights."""
     if start.init_from:
         return checkpoint_weights(start.init_from, config, world, out, say)
     if start.from_hf:

@@ -4,6 +4,7 @@ transformers with the merged weights."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,10 @@ def teach(folder: Path, name: str, answers: dict[str, str], *more: str) -> Path:
     return out
 
 
-def answers_of(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def answers_of(path: Path, capsys: pytest.CaptureFixture[str], questions: Iterable[str] = ANSWERS) -> dict[str, str]:
     """What `moefold generate` prints for each question, the likeliest token at a time."""
     found: dict[str, str] = {}
-    for asked in ANSWERS:
+    for asked in questions:
         capsys.readouterr()
         words = ["generate", str(path), "--chat", "--prompt", asked, "--temperature", "0", "--tokens", "8"]
         assert run_command_line([*words, "--device", "cpu"]) == 0
@@ -75,3 +76,12 @@ def test_a_model_answers_as_it_was_taught_and_adapters_teach_it_other_answers(
     assert answers_of(tuned, capsys) == OTHERS
     assert run_command_line(["convert", str(tuned), str(tmp_path / "merged")]) == 0
     assert answers_of_transformers(tmp_path / "merged", tmp_path) == OTHERS
+    # The adapters alone, by expert, are the start of a run that hardly moves them.
+    adapter = tmp_path / "adapter"
+    assert run_command_line(["convert", str(tuned), str(adapter), "--to", "peft_by_expert"]) == 0
+    assert "as vLLM and SGLang load them" in capsys.readouterr().out
+    start = ["--init-from", str(base), "--lora-from", str(adapter), "--checkpoint.every", "1", "--train.steps", "1"]
+    again = teach(tmp_path, "again", ANSWERS, *start, "--optim.lr", "1e-6", "--optim.warmup", "0")
+    assert answers_of(again, capsys, ["red"]) == {"red": OTHERS["red"]}
+    assert run_command_line(["train", "tiny", "--lora-from", str(adapter), *TRAIN]) == 2
+    assert "lora_A [8, 32] and lora_B [32, 8]; expected [8, 128] and [128, 8]" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -86,6 +86,11 @@ class MappedPiece:
             letter_sizes = map(self.letter_size, group)
             sizes.append(prod(letter_sizes))
         return tuple(zip(corner, sizes, strict=True))
+
+    def with_inputs(self, size: int) -> MappedPiece:
+        """The piece of a matrix with the same outputs and so many inputs, as an adapter's B has."""
+        ((inputs,),) = self.our_groups[-1:]
+        return replace(self, sizes={**self.sizes, inputs: size})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ rank x experts). Of two such parameters of a module PEFT nests the wrappers; the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.format.boxes import whole_box
+from moefold.checkpoint.hf.adapted_products import INNER, experts_module
+from moefold.checkpoint.hf.adapter_folder import CONFIG_FILE, ROOT, WEIGHTS_FILE
 from moefold.checkpoint.hf.merged_weights import WeightAdapter, WeightAdapters
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.piece_values import FetchBox, write_piece_values
@@ -32,11 +34,7 @@ from moefold.checkpoint.hf.write_weights import (
 from moefold.config.errors import UserError
 from moefold.config.run import LoraConfig
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-ROOT = "base_model.model."
 ATTENTION = ".self_attn."
-SINCE_TRANSFORMERS_5 = {".block_sparse_moe.": ".mlp."}  # modules that have another name in files
 
 
 @dataclass
@@ -94,7 +92,9 @@ def peft_adapter(table: NameTable, adapters: WeightAdapters, lora: LoraConfig, f
     for theirs, pieces in table.pieces_by_theirs.items():
         dense = [piece for piece in pieces if piece.ours in adapters and not adapters[piece.ours].is_grouped]
         if dense:
-            add_matrix(result, theirs, dense, adapters, fetch)
+            a, b, scale = their_pair(dense, adapters, fetch)
+            module = theirs.removesuffix(".weight")
+            result.add(module, module, a, b, len(a), scale)
     by_module: dict[str, list[str]] = {}  # our weights by their module of experts
     for name, adapter in adapters.items():
         if adapter.is_grouped:
@@ -103,7 +103,7 @@ def peft_adapter(table: NameTable, adapters: WeightAdapters, lora: LoraConfig, f
     for module, names in by_module.items():
         for number, name in enumerate(names):
             is_inner = number < len(names) - 1
-            wrapper = f"{module}.base_layer" if is_inner else module
+            wrapper = module + INNER if is_inner else module
             add_stack(result, module, wrapper, table.pieces_by_ours[name][0], adapters[name], fetch)
     return result
 
@@ -117,52 +117,35 @@ def refuse_layers_ahead(adapters: WeightAdapters) -> None:
         )
 
 
-def add_matrix(
-    result: PeftAdapter, theirs: str, pieces: list[MappedPiece], adapters: WeightAdapters, fetch: FetchBox
-) -> None:
-    """One of their matrices, from the adapters of our weights that it holds."""
+def their_pair(
+    pieces: list[MappedPiece], adapters: WeightAdapters, fetch: FetchBox
+) -> tuple[Tensor, Tensor, float]:  # fmt: skip
+    """A, B and the scale of one of their matrices, from the adapters of our weights that it holds."""
     ours = list(dict.fromkeys(piece.ours for piece in pieces))
     scale = adapters[ours[0]].spec.scale
     rows: list[Tensor] = []
     columns: list[Tensor] = []
     for name in ours:
         adapter = adapters[name]
-        inputs = pieces[0].their_shape[1]
-        rows.append(fetch(adapter.a, whole_box((adapter.spec.rank, inputs))))
         of_name = [piece for piece in pieces if piece.ours == name]
+        box = adapter.box_of_a(of_name[0].box_in_ours)
+        rows.append(fetch(adapter.a, box).flatten(0, -2))
         b = their_outputs(of_name, adapter, fetch)
         columns.append(b * (adapter.spec.scale / scale))
-    module = theirs.removesuffix(".weight")
-    a = torch.cat(rows)
-    result.add(module, module, a, torch.cat(columns, 1), len(a), scale)
+    return torch.cat(rows), torch.cat(columns, 1), scale
 
 
 def their_outputs(pieces: Iterable[MappedPiece], adapter: WeightAdapter, fetch: FetchBox) -> Tensor:
     """B with their order of outputs: the pieces of the weight, with the rank in place of inputs."""
     joined: Tensor | None = None
     for piece in pieces:
-        of_b = piece_of_b(piece, adapter)
+        of_b = piece.with_inputs(adapter.spec.rank)
         values = fetch(adapter.b, of_b.box_in_ours)
         if joined is None:
             joined = values.new_zeros(of_b.their_shape)
         write_piece_values(of_b, values, joined)
     assert joined is not None
     return joined
-
-
-def piece_of_b(piece: MappedPiece, adapter: WeightAdapter) -> MappedPiece:
-    ((inputs,),) = piece.our_groups[-1:]
-    sizes = {**piece.sizes, inputs: adapter.spec.rank}
-    return replace(piece, ours=adapter.b, sizes=sizes)
-
-
-def experts_module(theirs: str) -> str:
-    """The module that holds the parameters of all experts."""
-    module, _, _ = theirs.partition(".experts.")
-    name = f"{module}.experts"
-    for old, new in SINCE_TRANSFORMERS_5.items():
-        name = name.replace(old, new)
-    return name
 
 
 def add_stack(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moefold.checkpoint.format.boxes import whole_box
 from moefold.checkpoint.hf.config_json import DescribedModel, describe_model
 from moefold.checkpoint.hf.export import GatheredBoxes, export_hf_weights, iterate_hf_tensors
 from moefold.checkpoint.hf.merged_weights import MergedWeights, weight_adapters
@@ -24,17 +25,20 @@ from moefold.config.errors import UserError
 from moefold.config.run import Config, DataConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.declare import declared_parameters
 from moefold.layout.held_blocks import held_blocks_of
 from moefold.model.transformer import Transformer
 from moefold.observe.printer import print_nothing
 from moefold.precision.base_blocks import empty_blocks
 from moefold.train.assemble import assemble_run, build_model, choose_kernels
 from moefold.train.from_hf import starting_weights
+from moefold.train.lora_from import starting_adapters
 from moefold.train.resume import begin_checkpoint, make_background_saver
 from moefold.train.step import take_next_step
 from tests.support.hf_models import CASES, hf, make, save, tokens
 from tests.support.ranks import run_ranks
 
+Tensors = dict[str, torch.Tensor]
 LORA = LoraConfig(rank=3, alpha=6.0)
 UNEVEN = LoraConfig(rank=2, alpha=5.0, rs=True, targets=("*.attention.*", "*.attention.key: rank=4", "*.experts.*"))
 CHOSEN = {
@@ -140,8 +144,8 @@ def test_merged_weights_are_the_explicit_sum(case: str, tmp_path: Path):
         close(loaded(ids).logits, ours.logits(ids))
 
 
-def train_and_save(world: World, start: str, out: str) -> None:
-    """Two steps from a folder with adapters, on this layout, and a checkpoint."""
+def train_and_save(world: World, start: str, given: str, out: str) -> Tensors:
+    """Two steps from a folder and given adapters, on this layout, and a checkpoint. The adapters as they began."""
     folder = Path(start)
     degrees = {name: world.axis(name).size for name in ("tp", "ep")}
     config = Config(
@@ -155,21 +159,35 @@ def train_and_save(world: World, start: str, out: str) -> None:
     corpus = Corpus(np.arange(400) % 48, np.arange(400) % 48)
     with patch("moefold.train.assemble.load_tokenizer", lambda name, vocab, end_token: None):
         weights = starting_weights(folder, config, world, print_nothing)
-        made = assemble_run(config, world, Path(out), corpus, weights)
+        adapters = starting_adapters(Path(given), config, world, print_nothing)
+        made = assemble_run(config, world, Path(out), corpus, weights, adapters)
+    held = local_tensors(made.model)
+    boxes = GatheredBoxes(held, world)
+    shapes = {each.name: each.declaration.shape for each in declared_parameters(made.model) if ".lora." in each.name}
+    began = {name: boxes.fetch_box(name, whole_box(shape)) for name, shape in shapes.items()}
     with pytest.raises(UserError, match="which a live export does not merge"):
         next(export_hf_weights(made.model, config.model, world))
     for _ in range(2):
         take_next_step(made)
     with make_background_saver(made, str) as saver:
         begin_checkpoint(made, saver)
+    return began
 
 
-def test_adapters_of_four_ranks_are_merged_and_load_in_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_adapters_of_four_ranks_begin_as_given_and_load_in_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     kind, options = CASES["qwen3"]
     base = make(kind, **options)
     start = save(base, tmp_path / "hf")
-    run_ranks(train_and_save, 4, str(start), str(tmp_path / "run"), tp=2, ep=2)
+    ours, config, described = adapted_model(start, LORA)
+    table = described.family.name_table(config.model)
+    fetch = GatheredBoxes(local_tensors(ours), single_rank_world()).fetch_box
+    write_adapter(tmp_path / "given", peft_adapter(table, weight_adapters(config), LORA, fetch), overwrite=False)
     run = str(tmp_path / "run")
+    ranks = run_ranks(train_and_save, 4, str(start), str(tmp_path / "given"), run, tp=2, ep=2)
+    given = {name: p.detach() for name, p in ours.named_parameters() if ".lora." in name}
+    for began in ranks:
+        assert began.keys() == given.keys()
+        assert all(torch.equal(began[name], given[name]) for name in given)
     assert run_command_line(["convert", run, str(tmp_path / "merged")]) == 0
     assert run_command_line(["convert", run, str(tmp_path / "peft"), "--to", "peft"]) == 0
     assert "adapters for qwen3_moe" in capsys.readouterr().out
