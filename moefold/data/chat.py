@@ -42,6 +42,58 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
     return Chat(messages, fields.get("tools"))
 
 
+def compares_chats(fields: Mapping[str, Any]) -> bool:
+    """Whether a preference has messages, rather than three texts."""
+    has_messages = any(name in fields for name in ("messages", "conversations"))
+    responses = fields.get("chosen"), fields.get("prompt")
+    return has_messages or any(isinstance(each, list | dict) for each in responses)
+
+
+def read_compared_chats(fields: Mapping[str, Any]) -> tuple[Chat, Chat]:
+    """The chats that end with the chosen and with the rejected answer of a preference. The messages before stand in
+    "prompt", "messages" or "conversations", or in both responses."""
+    before: list[dict[str, Any]] = []
+    for name in ("prompt", "messages", "conversations"):
+        if isinstance(fields.get(name), list):
+            before = read_messages(fields[name])
+    chosen, rejected = (read_response(fields, name) for name in ("chosen", "rejected"))
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str) and len(chosen) == 1:
+        before.append({"role": "user", "content": prompt})
+    if chosen[:-1] != rejected[:-1]:
+        raise ValueError('has other messages before the last in "chosen" than in "rejected"; expected the same')
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        count = len(before) + len(messages)
+        role = messages[-1]["role"]
+        if role != ASSISTANT or count < 2:
+            said = f'has {count} messages in "{name}" with its prompt, the last of {role}'
+            raise ValueError(f"{said}; expected a question and an answer of assistant, which is compared")
+    tools = fields.get("tools")
+    return Chat(before + chosen, tools), Chat(before + rejected, tools)
+
+
+def read_response(fields: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The messages of a response: a list of them, one, or its text."""
+    response = fields.get(name)
+    if isinstance(response, str) and response:
+        return [{"role": ASSISTANT, "content": response}]
+    if isinstance(response, dict):
+        return read_messages([response])
+    if not isinstance(response, list) or not response:
+        shown = "an empty" if response in ("", []) else f"{type(response).__name__} in"
+        raise ValueError(f'has {shown} "{name}"; expected a text, a message, or a list of messages')
+    return read_messages(response)
+
+
+def read_messages(entries: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages in either spelling."""
+    messages: list[dict[str, Any]] = []
+    for number, entry in enumerate(entries, start=1):
+        is_turn = isinstance(entry, dict) and "from" in entry
+        messages.append(read_turn(number, entry) if is_turn else read_message(number, entry))
+    return messages
+
+
 def require_list(fields: Mapping[str, Any], name: str) -> list[Any]:
     listed = fields[name]
     if not isinstance(listed, list) or not listed:

@@ -6,20 +6,21 @@ on. Where renderings of fewer messages are no beginnings of the whole one, each 
 messages before it as the template shows them then.
 
 A pair is the tokens of the prompt and those of the response, each encoded by itself, as the prompt is when the model is
-asked. A preference has two such pairs with one prompt.
+asked. A preference has two such pairs with one prompt, or two chats that differ in their last answer.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
-from moefold.data.chat import ASSISTANT, Chat, read_chat
+from moefold.data.chat import ASSISTANT, Chat, compares_chats, read_chat, read_compared_chats
 from moefold.data.document_split import DocumentTokens
 from moefold.data.entries import SampleReader
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -27,13 +28,15 @@ from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 if TYPE_CHECKING:
     from moefold.data.chat_template import ChatTemplate, MarkedText
 
+Half = tuple[np.ndarray, np.ndarray]  # the tokens of a prompt with a response, and what is trained of them and the end
+
 
 def sample_reader(data: DataConfig, tokenizer: Tokenizer) -> SampleReader | None:
     """What makes documents of records, as `data.format` says; None for text."""
     if data.format == "pairs":
         return PairReader(tokenizer)
     if data.format == "preferences":
-        return PreferenceReader(tokenizer, data.seq_len)
+        return PreferenceReader(tokenizer, data.seq_len, data.tokenizer)
     if data.format == "chat":
         return ChatReader(tokenizer, data.tokenizer)
     return None
@@ -66,28 +69,53 @@ def text_field(fields: Mapping[str, Any], name: str, kind: str = "pairs") -> str
 
 
 class PreferenceReader:
-    """Records with a prompt, a chosen and a rejected response. Both are one document, so that they stay together: the
-    prompt with the chosen response, the end token, the prompt with the rejected response (data/preferences.py)."""
+    """Records with a prompt, a chosen and a rejected response, as texts or as messages. Both are one document, so that
+    they stay together: the prompt with the chosen response, the end token, the prompt with the rejected response
+    (data/preferences.py). `name` is that of the tokenizer."""
 
     identity = "preferences"
 
-    def __init__(self, tokenizer: Tokenizer, longest: int):
+    def __init__(self, tokenizer: Tokenizer, longest: int, name: str):
         self.tokenizer = tokenizer
         self.longest = longest
+        self.name = name
+
+    @cached_property
+    def chats(self) -> ChatReader:
+        return ChatReader(self.tokenizer, self.name, "a preference of messages", "its prompt and responses to texts")
 
     def documents(self, fields: dict[str, Any]) -> list[DocumentTokens]:
-        prompt, chosen, rejected = (self.encode(fields, name) for name in ("prompt", "chosen", "rejected"))
+        halves = self.chat_halves(fields) if compares_chats(fields) else self.text_halves(fields)
+        (chosen, chosen_mask), (rejected, rejected_mask) = halves
         if np.array_equal(chosen, rejected):
             raise ValueError('has the same text in "chosen" and "rejected"; expected two, of which one is preferred')
         end = np.array([self.tokenizer.end.id])
-        ids = np.concatenate((prompt, chosen, end, prompt, rejected))
+        ids = np.concatenate((chosen, end, rejected))
         if len(ids) > self.longest:
             raise ValueError(
                 f"has {len(ids)} tokens in both responses with their prompts; expected at most data.seq_len = "
                 f"{self.longest}, since preferences are never cut"
             )
-        lengths = (len(prompt), len(chosen) + 1, len(prompt), len(rejected) + 1)
-        return [DocumentTokens(ids, np.repeat([False, True, False, True], lengths))]
+        return [DocumentTokens(ids, np.concatenate((chosen_mask, rejected_mask)))]
+
+    def text_halves(self, fields: dict[str, Any]) -> list[Half]:
+        prompt = self.encode(fields, "prompt")
+        halves: list[Half] = []
+        for name in ("chosen", "rejected"):
+            ids = np.concatenate((prompt, self.encode(fields, name)))
+            halves.append((ids, np.arange(len(ids) + 1) >= len(prompt)))
+        return halves
+
+    def chat_halves(self, fields: dict[str, Any]) -> list[Half]:
+        """Trained is the last answer to its end, and the end token behind it."""
+        halves: list[Half] = []
+        for chat in read_compared_chats(fields):
+            last = len(chat.messages) - 1
+            document = self.chats.encode(mark_answer(self.chats.template, chat, last))
+            assert document.mask is not None
+            document.mask[-1] = True
+            halves.append((document.ids, document.mask))
+        return halves
 
     def encode(self, fields: dict[str, Any], name: str) -> np.ndarray:
         ids = self.tokenizer.encode(text_field(fields, name, self.identity))
@@ -97,16 +125,23 @@ class PreferenceReader:
 
 
 class ChatReader:
-    """Records with messages, for the chat template of a tokenizer; `name` is that of the tokenizer."""
+    """Records with messages, for the chat template of a tokenizer; `name` is that of the tokenizer. `asker` needs one,
+    and `instead` could be set."""
 
-    def __init__(self, tokenizer: Tokenizer, name: str):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        name: str,
+        asker: str = "data.format = chat",
+        instead: str = "data.format to pairs",
+    ):
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise UserError(
-                f"data.format = chat needs a tokenizer with a chat template, but data.tokenizer = {name}; "
-                "set data.tokenizer to a tokenizer.json that has one beside it, or data.format to pairs"
+                f"{asker} needs a tokenizer with a chat template, but data.tokenizer = {name}; "
+                f"set data.tokenizer to a tokenizer.json that has one beside it, or {instead}"
             )
         self.tokenizer = tokenizer
-        self.template = open_template(tokenizer, "data.format = chat", "set data.format to pairs")
+        self.template = open_template(tokenizer, asker, f"set {instead}")
         source = self.template.source.encode()
         tokens = sorted(self.template.tokens.items())
         self.identity = f"chat {hashlib.sha256(source).hexdigest()} {tokens}"

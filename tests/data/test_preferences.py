@@ -16,13 +16,14 @@ from moefold.data.preferences import rejected_half
 from moefold.data.samples import PreferenceReader
 from moefold.data.tokenizer import load_tokenizer
 from moefold.layout.labels import IGNORE_INDEX
+from tests.support.tiny_tokenizer import ENTRIES, write_tokenizer
 
 BYTES = load_tokenizer("byte", 256)
 SEQ = 24
 
 
 def read(fields: dict[str, Any]) -> tuple[str, list[int]]:
-    (document,) = PreferenceReader(BYTES, SEQ).documents(fields)
+    (document,) = PreferenceReader(BYTES, SEQ, "byte").documents(fields)
     assert document.mask is not None
     return BYTES.decode(document.ids.tolist()), np.flatnonzero(document.mask).tolist()
 
@@ -31,6 +32,55 @@ def test_responses_and_their_end_tokens_are_trained_and_prompts_are_not():
     text, trained = read({"prompt": "ab", "chosen": "cde", "rejected": "f"})
     assert text == "abcdeabf"  # end tokens are not shown
     assert trained == [2, 3, 4, 5, 8, 9]  # c d e and the end token, f and the end token behind the document
+
+
+USER = {"role": "user", "content": "red"}
+STOP, GO = ({"role": "assistant", "content": content} for content in ("stop", "go"))
+CHATS: dict[str, dict[str, Any]] = {
+    "prompt and responses": {"prompt": [USER], "chosen": [STOP], "rejected": [GO]},
+    "whole chats": {"prompt": "red", "chosen": [USER, STOP], "rejected": [USER, GO]},
+    "a text and messages": {"prompt": "red", "chosen": [STOP], "rejected": [GO]},
+    "messages and texts": {"messages": [USER], "chosen": "stop", "rejected": "go"},
+    "turns": {
+        "conversations": [{"from": "human", "value": "red"}],
+        "chosen": {"from": "gpt", "value": "stop"},
+        "rejected": {"from": "gpt", "value": "go"},
+    },
+}
+BAD_CHATS: dict[str, dict[str, Any]] = {
+    "other messages before the last": {"chosen": [USER, STOP], "rejected": [{**USER, "content": "blue"}, GO]},
+    "the last of user": {"chosen": [STOP, USER], "rejected": [STOP, USER]},
+    "has 1 messages": {"chosen": [STOP], "rejected": [GO]},
+    'has NoneType in "rejected"': {"chosen": [USER, STOP]},
+    "the same text": {"prompt": [USER], "chosen": [STOP], "rejected": [STOP]},
+}
+
+
+def test_chats_are_compared_by_their_last_answers(tmp_path: Path):
+    """All forms of a record give one document; the template's text of each chat, answers and ends trained."""
+    write_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(path, ENTRIES)
+    reader = PreferenceReader(tokenizer, 99, path)
+    engine = pytest.importorskip("tokenizers").Tokenizer.from_file(path)
+    prompt = engine.encode("<s><|user|>red</s><|assistant|>", add_special_tokens=False).ids
+    answers = [engine.encode(f"{text}</s>", add_special_tokens=False).ids for text in ("stop", "go")]
+    ids = [*prompt, *answers[0], *prompt, *answers[1]]
+    trained = [False] * len(prompt) + [True] * len(answers[0]) + [False] * len(prompt) + [True] * len(answers[1])
+    for fields in CHATS.values():
+        (document,) = reader.documents(fields)
+        assert [*document.ids.tolist(), tokenizer.end.id] == ids
+        assert document.mask is not None
+        assert document.mask.tolist() == trained
+        assert rejected_half(document.mask) == len(prompt) + len(answers[0])
+    # Another end token than that of a turn is trained behind both answers, so that halves have one border.
+    (document,) = PreferenceReader(load_tokenizer(path, ENTRIES, "<s>"), 99, path).documents(CHATS["turns"])
+    assert rejected_half(document.mask) == len(prompt) + len(answers[0]) + 1
+    for problem, fields in BAD_CHATS.items():
+        with pytest.raises(ValueError, match=problem):
+            reader.documents(fields)
+    with pytest.raises(UserError, match="a preference of messages needs a tokenizer with a chat template"):
+        PreferenceReader(BYTES, SEQ, "byte").documents(CHATS["turns"])
 
 
 BAD = {
