@@ -22,8 +22,9 @@ from moefold.presets.command_options import read_options
 class DataOptions:
     """Prepare data for training. `prepare` tokenizes files and folders into --out, in parallel; the same command
     continues an interrupted preparation. `ls` tells what prepared folders hold, `verify` reads all their bytes and
-    names damaged shards, `show` prints documents with what is trained in colour, `export` writes one side as Megatron's
-    .bin and .idx. Keys of the section data apply, such as --data.tokenizer and --data.skip_bad."""
+    names damaged shards, `show` prints documents with what is trained in colour, and with --data.seq_len how many
+    samples that length cuts; `export` writes one side as Megatron's .bin and .idx. Keys of the section data apply,
+    such as --data.tokenizer and --data.skip_bad."""
 
     what: tyro.conf.Positional[Literal["prepare", "show", "ls", "verify", "export"]]
     src: tyro.conf.Positional[tuple[str, ...]]
@@ -89,7 +90,9 @@ def show_as_asked(options: DataOptions, overrides: Sequence[str]) -> None:
 
     has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     paint = paint_green if has_colours else put_in_brackets
-    view = SampleView(options.document, options.count, paint, print)
+    asked = "data.seq_len" in parse_overrides(overrides)
+    seq_len = config.data.seq_len if asked else None
+    view = SampleView(options.document, options.count, paint, print, seq_len)
     for name in options.src:
         path = Path(name).expanduser()
         if is_prepared(path):

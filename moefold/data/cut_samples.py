@@ -43,6 +43,26 @@ def sum_cuts(counts: Iterable[CutSamples]) -> CutSamples:
     return total
 
 
+def cuts_of_documents(documents: Iterable[DocumentTokens], seq_len: int) -> CutSamples:
+    """Of samples that are read one after the other."""
+    return sum_cuts(cuts_of_document(document, seq_len) for document in documents)
+
+
+def cuts_of_document(document: DocumentTokens, seq_len: int) -> CutSamples:
+    mask = document.mask
+    if mask is None:
+        return CutSamples()
+    bounds = np.array([0, len(mask)])
+    return count_cuts(bounds, lambda start, end: mask[start:end], seq_len)
+
+
+def cut_text(cuts: CutSamples, seq_len: int) -> str:
+    """What is cut, in words, and the length that cuts nothing."""
+    untrained = f", {cuts.untrained} of them before the first trained token" if cuts.untrained else ""
+    line = f"data.seq_len = {seq_len} cuts {cuts.cut} of {cuts.samples} samples{untrained}"
+    return f"{line}; set data.seq_len to {cuts.longest} for whole samples" if cuts.cut else line
+
+
 class FittingSamples:
     """Samples of a reader, each with a trained token among those that `seq_len` leaves of it."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
+from moefold.data.cut_samples import count_cuts, cut_text, cuts_of_documents, sum_cuts
 from moefold.data.document_split import DocumentTokens
 from moefold.data.documents import file_entries
 from moefold.data.entries import BadEntries, entry_documents
@@ -33,7 +34,8 @@ def put_in_brackets(text: str) -> str:
 
 
 class SampleView:
-    """Prints `count` documents of a folder or file, the first by its number."""
+    """Prints `count` documents of a folder or file, the first by its number. With `seq_len` it also prints how many
+    samples sequences of that length cut, of all that are there."""
 
     def __init__(
         self,
@@ -41,11 +43,13 @@ class SampleView:
         count: int,
         paint: Painter,
         say: Printer,
+        seq_len: int | None = None,
     ):
         self.first = first
         self.count = count
         self.paint = paint
         self.say = say
+        self.seq_len = seq_len
 
     def show_folder(self, folder: Path, side: str) -> None:
         """Samples of a prepared folder."""
@@ -57,13 +61,20 @@ class SampleView:
             )
         tokenizer = load_tokenizer(saved_tokenizer(folder), index.vocab_size)
         self.show(folder_documents(folder, index, side, self.first), tokenizer)
+        if self.seq_len is not None:
+            shards = folder_shards(folder, index, side) if index.has_masks else []
+            cuts = sum_cuts(count_cuts(shard.bounds, shard.read_mask, self.seq_len) for shard in shards)
+            self.say(cut_text(cuts, self.seq_len))
 
     def show_file(self, data: DataConfig, vocab: int) -> None:
-        """Samples of `data.files` as a preparation would make them. No more is read than is shown."""
+        """Samples of `data.files` as a preparation would make them. Without `seq_len` no more is read than is shown."""
         name = choose_tokenizer(data, vocab)
         tokenizer = load_tokenizer(name, vocab, data.end_token)
         documents = islice(file_documents(data, tokenizer), self.first, None)
         self.show(documents, tokenizer)
+        if self.seq_len is not None:
+            cuts = cuts_of_documents(file_documents(data, tokenizer), self.seq_len)
+            self.say(cut_text(cuts, self.seq_len))
 
     def show(self, documents: Iterator[DocumentTokens], tokenizer: Tokenizer) -> None:
         for number, document in enumerate(islice(documents, self.count), start=self.first):
@@ -91,6 +102,10 @@ def folder_documents(folder: Path, index: PreparedIndex, side: str, first: int) 
             ids = shard.read(start, stop)
             mask = shard.read_mask(start, stop)
             yield DocumentTokens(ids[:-1], mask)
+
+
+def folder_shards(folder: Path, index: PreparedIndex, side: str) -> list[Shard]:
+    return [Shard(folder / side, facts, index.token_type, index.has_masks) for facts in index.shards[side]]
 
 
 def file_documents(data: DataConfig, tokenizer: Tokenizer) -> Iterator[DocumentTokens]:

@@ -24,6 +24,7 @@ from moefold.comm.host_objects import first_object, gather_objects
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import config_as_yaml, read_yaml_mapping
 from moefold.config.run import Config
+from moefold.data.cut_samples import cut_text
 from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
@@ -259,9 +260,7 @@ def cut_lines(run: Run) -> list[str]:
     cuts = packed.cut_samples()
     if not cuts.cut:
         return []
-    untrained = f", {cuts.untrained} of them before the first trained token" if cuts.untrained else ""
-    line = f"warning: data.seq_len = {packed.seq_len} cuts {cuts.cut} of {cuts.samples} samples{untrained}; "
-    return [f"{line}set data.seq_len to {cuts.longest} for whole samples"]
+    return [f"warning: {cut_text(cuts, packed.seq_len)}"]
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ def test_samples_are_shown_with_brackets_where_there_is_no_terminal(tmp_path: Pa
     file.write_text("\n".join('{"prompt": "two and two: ", "response": "four"}' for _ in range(30)))
     code, shown = say(capsys, "show", file, "--data.format", "pairs", "--count", "1")
     assert (code, shown) == (0, "document 0: 18 tokens, 5 trained\ntwo and two: [[fourNUL]]\n\n")
+    code, counted = say(capsys, "show", file, "--data.format", "pairs", "--count", "1", "--data.seq_len", "17")
+    assert (code, counted) == (0, f"{shown}data.seq_len = 17 cuts 0 of 30 samples\n")
     say(capsys, "prepare", file, "--out", tmp_path / "out", "--workers", "1", "--data.format", "pairs")
     assert say(capsys, "show", tmp_path / "out", "--count", "1") == (0, shown)
     assert say(capsys, "verify", tmp_path / "out")[0] == 0

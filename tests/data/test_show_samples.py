@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -59,3 +60,14 @@ def test_a_prepared_folder_shows_what_its_source_shows_before(tmp_path: Path):
     lines.clear()
     view.show_file(DataConfig(source="files", files=(str(file),), format="pairs", tokenizer="byte"), 256)
     assert from_folder == lines == ["document 0: 7 tokens, 2 trained", "0 is [[0NUL]]\n", lines[2], "1 is [[1NUL]]\n"]
+    # Of "7 is 7" a length of 5 leaves the first trained token as a label, of "17 is 17" none.
+    view.seq_len = 5
+    view.show_file(DataConfig(source="files", files=(str(file),), format="pairs", tokenizer="byte"), 256)
+    of_all = "data.seq_len = 5 cuts 40 of 40 samples, 30 of them before the first trained token; set data.seq_len to 8"
+    assert lines[-1] == f"{of_all} for whole samples"
+    counts: list[list[int]] = []
+    for side in ("train", "held_out"):
+        view.show_folder(tmp_path / "out", side)
+        counts.append([int(number) for number in re.findall(r"\d+", lines[-1])])
+    (_, cut, samples, untrained, longest), (_, *held_out) = counts
+    assert [cut + held_out[0], samples + held_out[1], untrained + held_out[2], longest] == [40, 40, 30, 8]
