@@ -32,7 +32,7 @@ def base_products(config: Config) -> list[ProductSpec]:
         if product.is_in_scope and cuts_block(product, of_all, format):
             problems.append(
                 f"{product.name} has {of_all.inputs} inputs, {product.inputs} on a rank; lora.base = {format.name} "
-                f"needs multiples of {format.block} where ranks share them out; set parallel.tp and etp to 1"
+                f"needs multiples of {format.undivided} where ranks share them out; set parallel.tp and etp to 1"
             )
     if problems:
         raise UserError(*problems)
@@ -41,7 +41,7 @@ def base_products(config: Config) -> list[ProductSpec]:
 
 def cuts_block(here: ProductSpec, whole: ProductSpec, format: BaseFormat) -> bool:
     is_cut = here.inputs != whole.inputs
-    return is_cut and here.inputs % format.block != 0
+    return is_cut and here.inputs % format.undivided != 0
 
 
 def base_size(config: Config, wide: float) -> BaseSize:

@@ -343,10 +343,10 @@ class LoraConfig:
         "products with adapters by name, the last match counts: `*.attention.*`, `*.moe.experts.*: rank=8 alpha=32`, "
         "`blocks.0.*: none`; by default attention, dense MLPs, shared and routed experts of all layers",
     )
-    base: Literal["plain", "fp8", "nf4", "mxfp4"] = key(
+    base: Literal["plain", "fp8", "nf4", "nf4_double", "mxfp4"] = key(
         "plain",
         "frozen weights of attention, dense MLPs, shared and routed experts: in the model's precision (plain), or in "
-        "blocks of fewer bits, dequantised where they are multiplied (QLoRA)",
+        "blocks of fewer bits, dequantised where they are multiplied (QLoRA); nf4_double: with scales in 8 bits too",
     )
 
 

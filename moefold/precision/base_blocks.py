@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from moefold.config.base_formats import BaseFormat
+from moefold.config.base_formats import WIDEST_SCALE, BaseFormat
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, rows_per_expert
 from moefold.kernels.linear.linear import DENSE_PRODUCTS
@@ -31,6 +31,7 @@ from moefold.kernels.quantise.fp8 import BLOCK, E4M3, Quantised
 from moefold.kernels.quantise.mxfp4 import dequantise_mxfp4, quantise_mxfp4
 from moefold.kernels.quantise.mxfp8 import dequantise_mxfp8, quantise_mxfp8
 from moefold.kernels.quantise.nf4 import dequantise_nf4, quantise_nf4
+from moefold.kernels.quantise.nf4_double import dequantise_nf4_double, quantise_nf4_double
 from moefold.layout.declare import declared_parameters
 from moefold.layout.gradient_sink import underlying_parameter
 from moefold.layout.held_blocks import attach_held_blocks, held_blocks_of
@@ -51,6 +52,7 @@ class BlockCodec(NamedTuple):
 CODECS = {
     "fp8": BlockCodec(partial(quantise_mxfp8, block=BLOCK), partial(dequantise_mxfp8, block=BLOCK), E4M3.dtype),
     "nf4": BlockCodec(quantise_nf4, dequantise_nf4),
+    "nf4_double": BlockCodec(quantise_nf4_double, dequantise_nf4_double),
     "mxfp4": BlockCodec(quantise_mxfp4, dequantise_mxfp4),
 }
 
@@ -121,7 +123,8 @@ def empty_blocks(weight: Tensor, format: BaseFormat) -> BaseBlocks:
     scale = torch.uint8
     if format.scale_bytes is None:  # a magnitude of the weight, which its own precision holds
         scale = weight.dtype if weight.itemsize == 2 else torch.float32
-    scales = weight.new_empty((*rows, blocks), dtype=scale)
+    of_scales = format.groups(width) * WIDEST_SCALE
+    scales = weight.new_empty((*rows, blocks + of_scales), dtype=scale)
     return BaseBlocks(format, values, scales, width, weight.dtype)
 
 

@@ -32,6 +32,15 @@ def test_all_but_embedding_head_routers_and_norms_is_in_blocks(base: str):
     assert size == weights * BITS[base] / 8
 
 
+def test_scales_of_scales_are_counted_by_row():
+    """A byte for 64 values, and four for 2,048 or for what a row has: 768 of an expert's down projection."""
+    config = with_base("nf4_double")
+    nf4_double = base_size_of_all_ranks(config, 2)
+    down = config.model.layers * config.model.moe.experts * config.model.hidden * 768
+    up_and_attention = nf4_double.weights - down
+    assert nf4_double.bytes == up_and_attention * (4.125 + 32 / 2048) / 8 + down * (4.125 + 32 / 768) / 8
+
+
 def test_products_without_adapters_are_in_blocks_too():
     config = with_base("nf4", targets=("*.attention.*",))
     assert any("experts" in product.name for product in base_products(config))
@@ -56,3 +65,5 @@ def test_inputs_that_ranks_cut_inside_a_block_are_refused_by_name():
     ):
         base_products(cut)
     assert base_products(replace(cut, lora=replace(cut.lora, base="mxfp4")))
+    with pytest.raises(UserError, match=r"lora\.base = nf4_double needs multiples of 2048"):
+        base_products(replace(cut, lora=replace(cut.lora, base="nf4_double")))
