@@ -122,6 +122,9 @@ def find_kept(kept: RemotePath | None, own: StoragePath, world: World, say: Prin
     try:
         if run_on_rank_zero(partial(is_disk_later, kept, own), world, kept):
             return None
+        drop = partial(kept.files.drop_damaged, kept.key)
+        for name in run_on_rank_zero(drop, world, kept):
+            say(f"a keeper's copy of {name} was damaged and is dropped")
         return find_checkpoint(kept, world, say)
     except UserError as problem:
         say(f"checkpoints in memory cannot be used: {problem}")

@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.keeper.files import KeeperAddress, ask_keeper, keeper_name
+from moefold.checkpoint.keeper.files import KeeperAddress, keeper_name
 from moefold.observe.metrics import read_records
 from tests.support.launched import Launcher, has_steps, launched, small_ranks, wait_until
-from tests.support.nodes import keeper_processes
+from tests.support.nodes import flip_kept_bits, keeper_processes
 from tests.support.runs import numbers
 
 STEPS = 40  # behind the last kill there are enough for a slow machine to kill in time
@@ -141,20 +141,8 @@ def kill_keeper(launcher: Launcher) -> None:
     kill_all(keeper_processes(launcher.pid))
 
 
-def flip_kept_bits(launcher: Launcher) -> None:
-    """Change a bit of each rank's file in the memory of the keeper."""
-    keeper = KeeperAddress(keeper_name(launcher.pid))
-    answer, _ = ask_keeper(keeper, {"verb": "list", "under": "/"})
-    for name, size in answer["files"].items():
-        if name.endswith(".safetensors"):
-            _, (file,) = ask_keeper(keeper, {"verb": "get", "name": name})
-            flip_bit(file, size - 1)
-            os.close(file)
+def flip_bits_of_keeper(launcher: Launcher) -> None:
+    flip_kept_bits(KeeperAddress(keeper_name(launcher.pid)))
 
 
-def flip_bit(file: int, place: int) -> None:
-    (byte,) = os.pread(file, 1, place)
-    os.pwrite(file, bytes([byte ^ 4]), place)
-
-
-HARMS = {"keeper killed": kill_keeper, "bit of each kept file flipped": flip_kept_bits}
+HARMS = {"keeper killed": kill_keeper, "bit of each kept file flipped": flip_bits_of_keeper}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moefold.checkpoint.keeper.files import KeeperAddress, ask_keeper
 from moefold.config.run import CheckpointConfig
 from moefold.layout.axes import World
 from moefold.train.memory_checkpoints import open_kept_folder
@@ -66,3 +67,19 @@ def keeper_processes(launcher: int) -> list[int]:
         if "moefold.checkpoint.keeper.process" in words and str(launcher) in words:
             found.append(int(entry.name))
     return found
+
+
+def flip_kept_bits(keeper: KeeperAddress) -> int:
+    """Change a bit of each rank's file in the memory of a keeper; the number of files."""
+    answer, _ = ask_keeper(keeper, {"verb": "list", "under": "/"})
+    files = {name: size for name, size in answer["files"].items() if name.endswith(".safetensors")}
+    for name, size in files.items():
+        _, (file,) = ask_keeper(keeper, {"verb": "get", "name": name})
+        flip_bit(file, size - 1)
+        os.close(file)
+    return len(files)
+
+
+def flip_bit(file: int, place: int) -> None:
+    (byte,) = os.pread(file, 1, place)
+    os.pwrite(file, bytes([byte ^ 4]), place)

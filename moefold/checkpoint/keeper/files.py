@@ -4,6 +4,7 @@ fsspec one. Torch-free.
     write    to the keeper of this node, and to that of the next node, which has another fate
     read     from the keeper of this node, else from the first other one that has the file
     list     what any keeper has
+    check    by every keeper: a copy that has changed is dropped, so that the other one is read
     remove   at every keeper
 
 An object store cannot rename: the manifest, written last, makes files a checkpoint (format/storage.py). Each file is at
@@ -16,6 +17,7 @@ import hashlib
 import os
 import socket
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from moefold.layout.environment import launcher_pid
 
 PROTOCOL = "keepers:"  # in front of a path that is shown
 PATIENCE = 30.0  # seconds that a keeper has for an answer
+PATIENCE_TO_CHECK = 600.0  # likewise, where it reads all that it holds
 COPIES = 2  # of each file, on two nodes, where there are two
 GENERATIONS = 2  # the checkpoint before stays until the new one is whole
 WHOLE = 1 << 62  # the end of any file
@@ -90,8 +93,9 @@ def is_here(keeper: KeeperAddress) -> bool:
     return not keeper.host
 
 
-def ask_keeper(keeper: KeeperAddress, request: Message) -> tuple[Message, list[int]]:
+def ask_keeper(keeper: KeeperAddress, request: Message, patience: float = PATIENCE) -> tuple[Message, list[int]]:
     with keeper_connection(keeper) as connection:
+        connection.settimeout(patience)
         return exchange(connection, keeper, request)
 
 
@@ -123,8 +127,8 @@ def receive_answer(connection: socket.socket) -> tuple[Message, list[int]]:
     return answer, files
 
 
-def put_file(keeper: KeeperAddress, name: str, file: int, size: int) -> None:
-    request: Message = {"verb": "put", "name": name, "bytes": size}
+def put_file(keeper: KeeperAddress, name: str, file: int, size: int, checksum: int) -> None:
+    request: Message = {"verb": "put", "name": name, "bytes": size, "checksum": checksum}
     with keeper_connection(keeper) as connection:
         if is_here(keeper):
             exchange(connection, keeper, request, (file,))
@@ -185,6 +189,7 @@ class KeptFileWriter:
         self.key = key
         self.file = os.memfd_create("moefold")
         self.size = 0
+        self.checksum = 0
 
     def __enter__(self) -> KeptFileWriter:
         return self
@@ -192,6 +197,7 @@ class KeptFileWriter:
     def write(self, raw: Any) -> None:
         while raw:
             count = os.write(self.file, raw)
+            self.checksum = zlib.crc32(raw[:count], self.checksum)
             self.size += count
             raw = raw[count:]
 
@@ -199,7 +205,7 @@ class KeptFileWriter:
         try:
             if kind is None:
                 for keeper in self.files.keepers_of_writer():
-                    put_file(keeper, self.key, self.file, self.size)
+                    put_file(keeper, self.key, self.file, self.size, self.checksum)
         finally:
             os.close(self.file)
 
@@ -228,6 +234,15 @@ class KeptFiles:
             answer, _ = ask_keeper(keeper, {"verb": "list", "under": f"{key}/"})
             found |= answer["files"]
         return found
+
+    def drop_damaged(self, key: str) -> list[str]:
+        """Have every keeper compare what it holds in a folder with what was written; the names of those copies that
+        differ, and are dropped."""
+        dropped: list[str] = []
+        for keeper in self.from_here():
+            answer, _ = ask_keeper(keeper, {"verb": "check", "under": f"{key}/"}, PATIENCE_TO_CHECK)
+            dropped += answer["damaged"]
+        return dropped
 
     def unstrip_protocol(self, key: str) -> str:
         return f"{PROTOCOL}{key}"

@@ -18,8 +18,9 @@ import select
 import socket
 import sys
 import threading
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from moefold.checkpoint.keeper.messages import (
     Message,
@@ -40,17 +41,24 @@ class RefusedRequest(Exception):
     """A request that a keeper does not fulfil, and why."""
 
 
+class KeptFile(NamedTuple):
+    """An open file, and the checksum of its bytes as they were when it was written."""
+
+    handle: int
+    checksum: int
+
+
 class Keeper:
     """Files in memory, by name, in total at most `limit` bytes."""
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.files: dict[str, int] = {}
+        self.files: dict[str, KeptFile] = {}
         self.lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:
-        return sum(map(file_size, self.files.values()))
+        return sum(file_size(file.handle) for file in self.files.values())
 
     def require_room(self, size: int) -> None:
         if self.held_bytes + size > self.limit:
@@ -64,24 +72,40 @@ class Keeper:
         with self.lock:
             self.require_room(size)
 
-    def put(self, name: str, file: int) -> None:
+    def put(self, name: str, file: int, checksum: int) -> None:
         """Hold a file, from now on the keeper's own."""
         with self.lock:
             self.drop(name)
             self.require_room(file_size(file))
-            self.files[name] = file
+            self.files[name] = KeptFile(file, checksum)
 
     def borrow(self, name: str) -> int:
         """A handle of a file, which the caller closes."""
         with self.lock:
             if name not in self.files:
                 raise RefusedRequest(f"no file {name}")
-            return os.dup(self.files[name])
+            return os.dup(self.files[name].handle)
 
     def list_files(self, under: str) -> dict[str, int]:
         """The sizes of the files whose names begin so."""
         with self.lock:
-            return {name: file_size(file) for name, file in self.files.items() if name.startswith(under)}
+            found = [(name, file) for name, file in self.files.items() if name.startswith(under)]
+            return {name: file_size(file.handle) for name, file in found}
+
+    def drop_damaged(self, under: str) -> list[str]:
+        """Drop the files whose bytes have changed since they were written; their names."""
+        damaged: list[str] = []
+        for name in self.list_files(under):
+            handle = self.borrow(name)
+            try:
+                now = file_checksum(handle)
+            finally:
+                os.close(handle)
+            with self.lock:
+                if name in self.files and self.files[name].checksum != now:
+                    self.drop(name)
+                    damaged.append(name)
+        return damaged
 
     def remove(self, under: str) -> None:
         with self.lock:
@@ -92,7 +116,7 @@ class Keeper:
     def drop(self, name: str) -> None:
         file = self.files.pop(name, None)
         if file is not None:
-            os.close(file)
+            os.close(file.handle)
 
 
 class KeeperServer:
@@ -164,7 +188,7 @@ class KeeperServer:
 
     def put_local(self, request: Message, file: int) -> None:
         try:
-            self.keeper.put(request["name"], file)
+            self.keeper.put(request["name"], file, request["checksum"])
         except BaseException:
             os.close(file)
             raise
@@ -191,7 +215,7 @@ class KeeperServer:
         file = os.memfd_create("moefold")
         try:
             receive_file(connection, file, size)
-            self.keeper.put(request["name"], file)
+            self.keeper.put(request["name"], file, request["checksum"])
         except BaseException:
             os.close(file)
             raise
@@ -213,11 +237,21 @@ class KeeperServer:
             return {}
         if request["verb"] == "list":
             return {"files": self.keeper.list_files(under)}
+        if request["verb"] == "check":
+            return {"damaged": self.keeper.drop_damaged(under)}
         raise RefusedRequest(f"no verb {request['verb']}")
 
 
 def file_size(file: int) -> int:
     return os.fstat(file).st_size
+
+
+def file_checksum(file: int) -> int:
+    size = file_size(file)
+    if not size:
+        return 0
+    with mmap.mmap(file, size, access=mmap.ACCESS_READ) as memory:
+        return zlib.crc32(memory)
 
 
 def receive_file(connection: socket.socket, file: int, size: int) -> None:

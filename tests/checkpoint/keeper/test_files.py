@@ -15,16 +15,17 @@ import torch
 from moefold.checkpoint.format.boxes import whole_box
 from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints
 from moefold.checkpoint.format.storage import RemotePath
-from moefold.checkpoint.keeper.files import ask_keeper
+from moefold.checkpoint.keeper.files import KeeperAddress, keeper_name
 from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint
 from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.layout.axes import World, single_rank_world
 from moefold.train.memory_checkpoints import find_kept, forget_kept
-from tests.support.nodes import idle_launcher, kept_folder
+from tests.support.nodes import flip_kept_bits, idle_launcher, kept_folder
 from tests.support.ranks import run_ranks
 
 ROWS = 8
+NO_DISK = Path("/no/such/folder")
 
 
 @pytest.fixture
@@ -84,14 +85,9 @@ def test_a_flipped_bit_in_the_memory_of_a_keeper_leaves_the_run_to_the_disk(fold
     save_step(folder, single_rank_world(), 1)
     said: list[str] = []
     assert find_kept(folder, tmp_path, single_rank_world(), said.append) is not None
-    keeper = folder.files.from_here()[0]
-    name = "/run/step-00000001/rank-00000.safetensors"
-    answer, (file,) = ask_keeper(keeper, {"verb": "get", "name": name})
-    last = answer["bytes"] - 1
-    (byte,) = os.pread(file, 1, last)
-    os.pwrite(file, bytes([byte ^ 4]), last)
-    os.close(file)
+    flip_kept_bits(folder.files.from_here()[0])
     assert find_kept(folder, tmp_path, single_rank_world(), said.append) is None
+    assert "copy of /run/step-00000001/rank-00000.safetensors was damaged and is dropped" in said[0]
     assert "checkpoints in memory cannot be used: keepers:/run/step-00000001 is damaged" in said[-1]
 
 
@@ -114,7 +110,7 @@ def save_on_nodes(world: World, launchers: list[int]) -> list[str]:
 
 def load_on_nodes(world: World, launchers: list[int]) -> list[list[float]]:
     folder = kept_folder(world, launchers)
-    found = find_checkpoint(folder, world, str)
+    found = find_kept(folder, NO_DISK, world, str)
     assert found is not None
     assert found.state == {"step": 2}
     tensors = rows_of_rank(world, 0)
@@ -133,4 +129,15 @@ def test_a_lost_node_loses_nothing_that_the_next_one_has(lost: int):
         assert "at the keepers of 2 nodes, each rank's at its own and at the next one's" in said[0][0]
         os.kill(launchers[lost], signal.SIGKILL)
         launchers[lost] = newcomer
+        assert len(run_ranks(load_on_nodes, 4, launchers)) == 4
+
+
+@pytest.mark.parametrize("harmed", [0, 1])
+def test_a_damaged_copy_of_one_keeper_is_dropped_and_that_of_its_peer_is_read(harmed: int):
+    """Both nodes' files have a copy at the harmed keeper, and each node reads its own keeper first."""
+    with idle_launcher() as first, idle_launcher() as second:
+        launchers = [first, second]
+        run_ranks(save_on_nodes, 4, launchers)
+        flipped = flip_kept_bits(KeeperAddress(keeper_name(launchers[harmed])))
+        assert flipped == 4, "files of ranks"
         assert len(run_ranks(load_on_nodes, 4, launchers)) == 4

@@ -83,10 +83,10 @@ def test_a_keeper_holds_no_more_than_it_may(folder: RemotePath):
     file = os.memfd_create("test")
     os.ftruncate(file, most)  # a hole: nothing is written
     keeper = folder.files.from_here()[0]
-    put_file(keeper, "/run/whole", file, most)
+    put_file(keeper, "/run/whole", file, most, 0)
     with pytest.raises(UserError, match=r"does not fit beside .* raise checkpoint.memory_gib"):
         write_synced_file(folder / "more", b"x")
-    put_file(keeper, "/run/whole", file, most)  # it takes the place of the first
+    put_file(keeper, "/run/whole", file, most, 0)  # it takes the place of the first
     ask_keeper(keeper, {"verb": "remove", "under": "/run/"})
     write_synced_file(folder / "more", b"x")
     os.close(file)
@@ -97,7 +97,7 @@ def test_room_is_counted_while_files_come_and_go():
 
     def come_and_go(name: str) -> None:
         for _ in range(500):
-            keeper.put(f"/run/{name}", memory_file(b"x"))
+            keeper.put(f"/run/{name}", memory_file(b"x"), 0)
             keeper.check_room(1)
             keeper.remove(f"/run/{name}")
 
@@ -112,12 +112,12 @@ def test_the_port_is_for_those_who_know_the_secret(launcher: int, tmp_path: Path
     known = greet_keeper(name)
     file = memory_file(bytes(range(256)))
     far = KeeperAddress(name, "127.0.0.1", known["port"], known["secret"])
-    put_file(far, "/run/a", file, 256)
+    put_file(far, "/run/a", file, 256, 0)
     assert fetch_range(far, "/run/a", 3, 9) == fetch_range(KeeperAddress(name), "/run/a", 3, 9) == bytes(range(3, 9))
     with pytest.raises(UserError, match="secret"):
         fetch_range(KeeperAddress(name, "127.0.0.1", known["port"], "guess"), "/run/a", 0, 9)
     with pytest.raises(UserError, match="does not fit"):
-        put_file(far, "/run/b", file, 2 * MIB)
+        put_file(far, "/run/b", file, 2 * MIB, 0)
     os.close(file)
 
 
