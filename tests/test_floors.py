@@ -39,6 +39,7 @@ TORCH_FREE = {
     "layout/placement.py",
     "layout/environment.py",
     "layout/spawn.py",
+    "layout/warm_ranks.py",
     "watch/call_sites.py",
     "watch/guard.py",
     "watch/hang_report.py",

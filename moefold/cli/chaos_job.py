@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.errors import RunFailure
+from moefold.layout.warm_ranks import STARTER_NAME
 from moefold.observe.metrics import read_records
 from moefold.watch.supervisor import FAULTS_FILE, RESTARTS_FILE
 
@@ -78,6 +79,30 @@ def start_command(words: Sequence[str], log: Path, more: Keys, prefix: Sequence[
         )
 
 
+def rank_processes(launcher: int) -> list[int]:
+    """Process numbers of a launcher's ranks, in order of rank; none where the run is between two starts."""
+    ranks: list[int] = []
+    for child in child_processes(launcher):
+        is_starter = process_name(child) == STARTER_NAME
+        ranks += child_processes(child) if is_starter else [child]
+    return ranks
+
+
+def child_processes(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for child in children.split()]
+
+
+def process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 class RunFiles:
     """What a run has written: its log, and the files of its folder."""
 
@@ -117,13 +142,7 @@ class ChaosJob(RunFiles):
         self.process = start_command([*words, "--nproc", str(RANKS), "--restarts", "3"], self.log, env or {})
 
     def ranks(self) -> list[int]:
-        """Process numbers of the ranks, in order of rank; none where the run is between two starts."""
-        pid = self.process.pid
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        except FileNotFoundError:
-            return []
-        return [int(child) for child in children.split()]
+        return rank_processes(self.process.pid)
 
     def rank_process(self, rank: int) -> int:
         """The process of a rank, as soon as all ranks are there."""

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,8 @@ from moefold.cli.out_of_memory import OutOfMemory
 from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
-from moefold.layout.spawn import RanksEnd, launch_local_ranks
+from moefold.layout.spawn import RanksEnd, StartRank, launch_local_ranks, start_interpreter
+from moefold.layout.warm_ranks import WarmStarter, can_start_warm
 from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
@@ -83,17 +84,23 @@ def run_command(argv: Sequence[str]) -> int:
         raise UserError(*problems)
     out = options.out or default_run_folder(config)
     if starts_ranks:
-        launch = partial(launch_ranks, options, overrides, out)
         if not options.restarts:
-            return launch(options.resume).code
-        choose = partial(checkpoint_to_resume, config, options, out)
-        return Supervisor(launch, choose, out, options.restarts).run(options.resume)
+            return launch_ranks(options, overrides, out, start_interpreter, options.resume).code
+        return run_supervised(config, options, overrides, out)
     try:
         return train_on_this_rank(config, options, out)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(config, rendezvous, error) from error
+
+
+def run_supervised(config: Config, options: TrainOptions, overrides: Sequence[str], out: Path) -> int:
+    choose = partial(checkpoint_to_resume, config, options, out)
+    with closing(WarmStarter()) as starter:
+        start_rank = starter.start_rank if can_start_warm() else start_interpreter
+        launch = partial(launch_ranks, options, overrides, out, start_rank)
+        return Supervisor(launch, choose, out, options.restarts).run(options.resume)
 
 
 def refuse_restarts(options: TrainOptions, rendezvous: Rendezvous) -> None:
@@ -106,24 +113,26 @@ def refuse_restarts(options: TrainOptions, rendezvous: Rendezvous) -> None:
         )
 
 
-def launch_ranks(options: TrainOptions, overrides: Sequence[str], out: Path, resume: str | None) -> RanksEnd:
+def launch_ranks(
+    options: TrainOptions, overrides: Sequence[str], out: Path, start_rank: StartRank, resume: str | None
+) -> RanksEnd:
     """Start the ranks of --nproc, and wait for them."""
     resumed = replace(options, resume=resume)
     arguments = rank_arguments(resumed, overrides, out)
-    return launch_local_ranks(arguments, options.nproc, options.port, serve_store)
+    return launch_local_ranks(arguments, options.nproc, options.port, serve_store, start_rank)
 
 
 def checkpoint_to_resume(config: Config, options: TrainOptions, out: Path, looks_inside: bool) -> str | None:
     """What a restarted run resumes: its newest checkpoint, or what it was first started from. If checkpoints may hold
-    wrong values, the newest that is intact and finite; None where none of several is."""
+    wrong values, the newest that is intact and finite, in memory or on the disk; None where none of several is."""
     from moefold.checkpoint.format.retention import checkpoints_at
-    from moefold.checkpoint.keeper.files import empty_keeper
     from moefold.train.last_sound import newest_sound
+    from moefold.train.memory_checkpoints import keeps_sound_state
     from moefold.train.resume import checkpoint_folder
 
-    if looks_inside and config.checkpoint.memory_every:
-        empty_keeper(os.getpid())  # its values may be wrong too
     folder = checkpoint_folder(config, out)
+    if looks_inside and config.checkpoint.memory_every and keeps_sound_state(out, folder):
+        return "auto"
     if not checkpoints_at(folder):
         return options.resume or "auto"
     if not looks_inside:

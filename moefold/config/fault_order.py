@@ -8,12 +8,15 @@
     slow times=9 rank=1 step=3                                       a rank that takes 9 times as long, from there on
     clock seconds=-86400 rank=1 step=3                               a clock that jumps, once
 
-Without `expert` the first element is damaged that the rank holds. A restarted run does it again; with `once` it does
-not, if `restarts.jsonl` of the run's folder has a restart.
+With `at=FILE` in place of a step the fault comes at the step whose number that file of the run's folder has, while
+there is such a file: so a fault can be ordered while the run runs. Without `expert` the first element is damaged that
+the rank holds. A restarted run does it again; with `once` it does not, if `restarts.jsonl` of the run's folder has a
+restart.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from moefold.printable import printable_text
@@ -40,12 +43,24 @@ class FaultOrder(NamedTuple):
     bit: int = 0
     times: int = 0
     seconds: int = 0
+    at: str = ""
     once: bool = False
 
-    def is_due(self, rank: int, step: int) -> bool:
+    def is_due(self, rank: int, step: int, out: Path) -> bool:
         if rank != self.rank:
             return False
+        if self.at:
+            return step == step_in_file(out / self.at)
         return step >= self.step if self.value == "slow" else step == self.step
+
+
+def step_in_file(path: Path) -> int | None:
+    """The step whose number a file has; None without a file, and for one that is being written."""
+    try:
+        text = path.read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return int(text) if is_number(text, is_signed=False) else None
 
 
 def parse_fault(text: str) -> FaultOrder:
@@ -57,23 +72,30 @@ def parse_fault(text: str) -> FaultOrder:
     places: list[tuple[str, str]] = []
     numbers: dict[str, int] = {}
     once = "once" in words
+    at = ""
     for word in words:
         name, _, said = word.partition("=")
         if name in PLACES and said:
             places.append((name, said))
+        elif name == "at" and is_file_name(said):
+            at = said
         elif name in NUMBERS and is_number(said, name == "seconds"):
             numbers[name] = int(said)
         elif word != "once":
-            known = ", ".join((*PLACES, *NUMBERS))
+            known = ", ".join((*PLACES, *NUMBERS, "at"))
             raise ValueError(f"has {printable_text(word)}, which gives none of {known}")
     if value in TIME_FAULTS:
-        return time_fault(value, places, numbers)._replace(once=once)
+        return time_fault(value, places, numbers)._replace(at=at, once=once)
     if len(places) != 1:
         raise ValueError(f"names {len(places)} of {', '.join(PLACES)} instead of one")
     place, name = places[0]
     if value == "flip" and place != "weight":
         raise ValueError(f"flips a bit of {place}; bits are flipped in a weight")
-    return FaultOrder(value, place, name, once=once, **numbers)
+    return FaultOrder(value, place, name, at=at, once=once, **numbers)
+
+
+def is_file_name(said: str) -> bool:
+    return bool(said) and "/" not in said and said not in (".", "..")
 
 
 def is_number(said: str, is_signed: bool) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from moefold.config.errors import UserError, printable_text
 
 LAUNCHER_VARIABLE = "MOEFOLD_LAUNCHER"  # the process number of the launcher of --nproc
+PARENT_VARIABLE = "MOEFOLD_PARENT"  # the process number of the starter that has forked this rank for its launcher
 RANKS_FOLDER_VARIABLE = "MOEFOLD_RANKS"  # the launcher's folder of logs, where a rank leaves what is to be printed
 
 
@@ -96,6 +97,13 @@ def launcher_pid(env: Mapping[str, str]) -> int | None:
     if "TORCHELASTIC_RUN_ID" in env:
         return os.getppid()
     return None
+
+
+def parent_pid(env: Mapping[str, str]) -> int | None:
+    """The process whose child this rank is as long as it has a launcher: that, or the starter between them."""
+    if PARENT_VARIABLE in env:
+        return environment_number(env, PARENT_VARIABLE)
+    return launcher_pid(env)
 
 
 def environment_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

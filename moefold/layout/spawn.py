@@ -15,11 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from moefold.config.errors import UserError
 from moefold.layout.environment import LAUNCHER_VARIABLE, RANKS_FOLDER_VARIABLE
@@ -32,7 +32,19 @@ HANG_CODE = 5  # of a rank that ends a run which hangs
 HANG_FILE = "hang.txt"  # in the folder of the logs: who is named, to be printed by the launcher
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-RankProcess = subprocess.Popen[bytes]
+
+class RankProcess(Protocol):
+    """What a launcher uses of a rank's process."""
+
+    @property
+    def returncode(self) -> Any: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
+Environment = Mapping[str, str]
+StartRank = Callable[[Sequence[str], Environment, Path | None], RankProcess]  # arguments, environment, log
 SignalHandler = Callable[[int, FrameType | None], None]
 StoreServer = Callable[[socket.socket], object]  # serves a store on a listening socket
 
@@ -81,6 +93,18 @@ class RanksEnd(NamedTuple):
     cause: str = ""
 
 
+def start_interpreter(arguments: Sequence[str], env: Environment, log: Path | None) -> RankProcess:
+    """A rank in an interpreter of its own. Without a log it keeps the terminal."""
+    command = [sys.executable, "-m", "moefold", *arguments]
+    # A process group of its own: Ctrl-C in a terminal then reaches the parent alone, which forwards it once.
+    if log is None:
+        return subprocess.Popen(command, env=env, process_group=0)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, env=env, process_group=0, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+        )
+
+
 def run_local_ranks(
     arguments: Sequence[str], nproc: int, port: int | None = None, serve_store: StoreServer | None = None
 ) -> int:
@@ -90,7 +114,11 @@ def run_local_ranks(
 
 
 def launch_local_ranks(
-    arguments: Sequence[str], nproc: int, port: int | None = None, serve_store: StoreServer | None = None
+    arguments: Sequence[str],
+    nproc: int,
+    port: int | None = None,
+    serve_store: StoreServer | None = None,
+    start_rank: StartRank = start_interpreter,
 ) -> RanksEnd:
     """Run `moefold ARGUMENTS` as nproc ranks. The exit code is 0, that of the first rank that failed, or after a signal
     that of the signal. `serve_store` serves the store of the ranks from this process; otherwise rank 0 does."""
@@ -103,8 +131,8 @@ def launch_local_ranks(
         listener = listen_on(port) if serve_store else None
         ranks: list[RankProcess] = []
         for rank, log in enumerate(logs):
-            process = start_rank_process(arguments, rank, nproc, port, threads, log, served=bool(serve_store))
-            ranks.append(process)
+            env = rank_environment(rank, nproc, port, threads, log.parent, served=bool(serve_store))
+            ranks.append(start_rank(arguments, env, log if rank else None))
         with forwarded_signals(ranks) as forwarded, served_store(serve_store, listener):
             return watch_rank_processes(ranks, logs, forwarded)
 
@@ -139,9 +167,7 @@ def served_store(serve_store: StoreServer | None, listener: socket.socket | None
         stores.clear()
 
 
-def start_rank_process(
-    arguments: Sequence[str], rank: int, nproc: int, port: int, threads: int, log: Path, served: bool
-) -> RankProcess:
+def rank_environment(rank: int, nproc: int, port: int, threads: int, logs: Path, served: bool) -> Environment:
     rendezvous = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -150,18 +176,10 @@ def start_rank_process(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         LAUNCHER_VARIABLE: str(os.getpid()),
-        RANKS_FOLDER_VARIABLE: str(log.parent),
+        RANKS_FOLDER_VARIABLE: str(logs),
         "TORCHELASTIC_USE_AGENT_STORE": str(served),
     }
-    env = {"OMP_NUM_THREADS": str(threads), **os.environ, **rendezvous}
-    command = [sys.executable, "-m", "moefold", *arguments]
-    # A process group of its own: Ctrl-C in a terminal then reaches the parent alone, which forwards it once.
-    if rank == 0:
-        return subprocess.Popen(command, env=env, process_group=0)
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command, env=env, process_group=0, stdout=output, stderr=output, stdin=subprocess.DEVNULL
-        )
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **rendezvous}
 
 
 @contextmanager
@@ -254,8 +272,10 @@ def first_failed_rank(failed: Sequence[int], ranks: Sequence[RankProcess]) -> in
 def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[Path]) -> RanksEnd:
     """One rank failed: wait for the rest, stop those that go on, and print which rank was first and why."""
     code = ranks[first].returncode
-    patience = GRACE_SECONDS if code == 2 else 1.0
-    end_all_ranks(ranks, patience)
+    if code == -signal.SIGKILL:  # follows no other failure: the others have nothing to explain
+        end_all_ranks(ranks, patience=0.0, signals=(signal.SIGKILL,))
+    else:
+        end_all_ranks(ranks, patience=GRACE_SECONDS if code == 2 else 1.0)
     codes = [rank.returncode for rank in ranks]
     if 2 in codes:  # a refusal explains the other failures; rank 0 has printed its own
         code = 2

@@ -57,7 +57,7 @@ def is_due(run: Run, order: FaultOrder, number: int) -> bool:
     """Whether this rank has the fault in the step with this number; one that is ordered once, in no restarted run."""
     if order.once and (run.out / RESTARTS_FILE).exists():
         return False
-    return order.is_due(run.world.rank, number)
+    return order.is_due(run.world.rank, number, run.out)
 
 
 @contextmanager

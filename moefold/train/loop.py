@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -472,6 +472,9 @@ class TrainingLoop:
                 if ended_by is not None:
                     return ended_by
         recorder.progress.close()
+        stall = self.memory.describe_stall()
+        if stall is not None:
+            self.say(stall)
         if run.config.train.sample_tokens:
             with slow_phase("sample"):
                 self.say(f"a sample:\n{sample_text(run, SAMPLE_PROMPT)}")
@@ -531,10 +534,13 @@ class TrainingLoop:
                 self.say(line)
 
     def compare_if_due(self, stop: bool) -> None:
-        """Compare replicas every few steps, and before a checkpoint."""
+        """Compare replicas every few steps, and before a checkpoint, on the disk or in memory."""
         run = self.run
         every = run.config.observe.compare_every
-        if every and (stop or run.step % every == 0 or self.is_last_step() or self.is_checkpoint_due()):
+        if not every:
+            return
+        saves = self.is_checkpoint_due() or self.memory.is_due(run.step)
+        if stop or saves or self.is_last_step() or run.step % every == 0:
             compare_replicas(run)
 
     def save_if_due(self, stop: bool) -> StopRequest | None:
@@ -548,7 +554,8 @@ class TrainingLoop:
             with slow_phase("checkpoint"):
                 begin_checkpoint(run, self.saver)
         if request is None and self.memory.is_due(run.step) and not self.is_last_step():
-            with slow_phase("checkpoint"):
+            # The first save takes memory of the host, and may be slow; the others belong to their steps.
+            with nullcontext() if self.memory.has_saved else slow_phase("checkpoint"):
                 self.memory.begin(run)
         if request is None or self.is_last_step():
             return None

@@ -29,6 +29,7 @@ from moefold.checkpoint.keeper.files import (
     GENERATIONS,
     KeeperAddress,
     KeptFiles,
+    empty_keeper,
     greet_keeper,
     keeper_name,
     start_keeper,
@@ -44,6 +45,7 @@ from moefold.layout.axes import World
 from moefold.layout.environment import Rendezvous, launcher_pid, read_environment
 from moefold.observe.printer import Printer, print_nothing
 from moefold.train.assemble import Run
+from moefold.train.last_sound import newest_sound
 from moefold.train.resume import begin_checkpoint, run_tensors
 
 GIB = 2**30
@@ -131,6 +133,20 @@ def find_kept(kept: RemotePath | None, own: StoragePath, world: World, say: Prin
         return None
 
 
+def keeps_sound_state(out: Path, own: StoragePath) -> bool:
+    """Whether the newest checkpoint of the run at the keeper of this launcher is intact and finite, and not older than
+    those of the disk. Otherwise the keeper is emptied, so that nothing is resumed from it."""
+    keeper = KeeperAddress(keeper_name(os.getpid()))
+    kept = RemotePath(KeptFiles((keeper,)), PurePosixPath(out.absolute()))
+    with suppress(OSError, UserError):
+        newest = newest_step(kept)
+        sound = newest_sound(kept)
+        if sound is not None and step_of_folder(sound) == newest >= newest_step(own):
+            return True
+    empty_keeper(os.getpid())
+    return False
+
+
 def is_disk_later(kept: RemotePath, own: StoragePath) -> bool:
     in_memory = newest_step(kept)
     return newest_step(own) > in_memory
@@ -161,6 +177,8 @@ class MemoryCheckpoints:
         self.every = run.config.checkpoint.memory_every
         self.say = say
         self.waited = 0.0
+        self.waited_in_all = 0.0
+        self.began_saving: float | None = None
         self.saver: BackgroundSaver | None = None
         if kept is not None:
             self.saver = BackgroundSaver(kept, RetentionPolicy(last=1), run.world, print_nothing)
@@ -181,6 +199,8 @@ class MemoryCheckpoints:
     def begin(self, run: Run) -> None:
         """Begin a save, when the one before is done. If that has failed, on all ranks alike, there are no more."""
         assert self.saver is not None
+        if self.began_saving is None:
+            self.began_saving = time.monotonic()
         with self.counted_wait():
             try:
                 begin_checkpoint(run, self.saver)
@@ -201,7 +221,21 @@ class MemoryCheckpoints:
         try:
             yield
         finally:
-            self.waited += time.monotonic() - begun
+            seconds = time.monotonic() - begun
+            self.waited += seconds
+            self.waited_in_all += seconds
+
+    @property
+    def has_saved(self) -> bool:
+        return self.began_saving is not None
+
+    def describe_stall(self) -> str | None:
+        """For how long training has waited in all, and which share of its time since the first save that is; None
+        where nothing was saved."""
+        if self.began_saving is None:
+            return None
+        share = self.waited_in_all / (time.monotonic() - self.began_saving)
+        return f"training waited {self.waited_in_all:.2f} s for checkpoints in memory: {share:.2%} of its time"
 
     def take_waited(self) -> float:
         waited = self.waited

@@ -1,7 +1,8 @@
 """Supervised runs (`--restarts N`): a run that ends by a fault is started again from its newest sound checkpoint.
 
-A restart waits before, twice as long each time. The supervisor gives up when restarts are used up, or when the same
-step has failed twice for the same reason: a fault of the data, the code or the settings comes again. Each restart has a
+A run that has got further since the fault before is started again at once. One that has not waits before, twice as long
+each time. The supervisor gives up when restarts are used up, or when the same step has failed twice for the same
+reason: a fault of the data, the code or the settings comes again. Each restart has a
 line in `restarts.jsonl` of the run's folder, with its cause. Runs that end by a request (a signal, closed output) or by
 input that must change (exit code 2) are not started again.
 """
@@ -23,6 +24,7 @@ from moefold.observe.metrics import iterate_records, read_records
 RESTARTS_FILE = "restarts.jsonl"
 FAULTS_FILE = "faults.jsonl"
 FIRST_PAUSE = 1.0  # seconds
+FIRST_STEP = 1
 LONGEST_PAUSE = 60.0
 INPUT_CODE = 2
 CLOSED_OUTPUT_CODE = 141
@@ -46,6 +48,24 @@ class RunFault(NamedTuple):
         return re.sub(r"\d+", "", self.cause) == re.sub(r"\d+", "", before.cause)
 
 
+class RestartPauses:
+    """Seconds before each restart: none behind progress, else twice as long each time."""
+
+    def __init__(self):
+        self.furthest = FIRST_STEP
+        self.without_progress = 0
+
+    def after(self, step: int) -> float:
+        """The pause after a fault at a step."""
+        if step > self.furthest:
+            self.furthest = step
+            self.without_progress = 0
+            return 0.0
+        pause = FIRST_PAUSE * 2**self.without_progress
+        self.without_progress += 1
+        return min(LONGEST_PAUSE, pause)
+
+
 class Supervisor:
     def __init__(self, launch: LaunchRanks, choose: ChooseCheckpoint, out: Path, restarts: int):
         self.launch = launch
@@ -56,6 +76,7 @@ class Supervisor:
     def run(self, resume: str | None) -> int:
         """Run until the run ends by itself or has to be given up; its exit code."""
         before: RunFault | None = None
+        pauses = RestartPauses()
         for restart in range(1, self.restarts + 2):
             faults = len(read_records(self.out / FAULTS_FILE))
             ended = self.launch(resume)
@@ -68,9 +89,10 @@ class Supervisor:
                 self.note(fault, ended.code, gave_up=hindrance)
                 print(f"gave up: {hindrance}; step {fault.step}: {fault.cause}", file=sys.stderr)
                 return ended.code
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (restart - 1))
+            pause = pauses.after(fault.step)
             self.note(fault, ended.code, restart=restart, resume=resume, pause=pause)
-            again = f"restart {restart} of {self.restarts} in {pause:g} s, --resume {resume}"
+            when = f"in {pause:g} s" if pause else "at once"
+            again = f"restart {restart} of {self.restarts} {when}, --resume {resume}"
             print(f"{again}; step {fault.step}: {fault.cause}", file=sys.stderr, flush=True)
             stopped_by = interruptible_pause(pause)
             if stopped_by is not None:

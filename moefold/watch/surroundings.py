@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from moefold.layout.environment import launcher_pid
+from moefold.layout.environment import parent_pid
 from moefold.layout.spawn import signal_exit_code
 from moefold.watch.stop_requests import StopRequest
 
@@ -25,11 +25,12 @@ Check = Callable[[], StopRequest | None]
 
 
 def launcher_check(env: Mapping[str, str]) -> Check:
-    """A check that the launcher of this rank lives. A process without one has nobody to miss."""
-    launcher = launcher_pid(env)
+    """A check that the launcher of this rank lives. A process without one has nobody to miss. A starter of warm ranks
+    ends with its launcher."""
+    parent = parent_pid(env)
 
     def missing_launcher() -> StopRequest | None:
-        if launcher is None or os.getppid() == launcher:
+        if parent is None or os.getppid() == parent:
             return None
         return StopRequest("the launcher is gone", signal_exit_code(signal.SIGHUP))
 

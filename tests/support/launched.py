@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moefold.cli.chaos_job import rank_processes
 from tests.support.ranks import CONTEXT
 from tests.support.runs import SMALL, corpus
 
@@ -46,7 +47,14 @@ class ForkedRank:
         os.kill(self.pid, number)
 
 
-def fork_rank(command: list[str], env: dict[str, str], process_group: int, stdout: Any = None, **_: Any) -> ForkedRank:
+def fork_rank(
+    command: list[str],
+    env: dict[str, str],
+    process_group: int,
+    stdout: Any = None,
+    pass_fds: Sequence[int] = (),
+    **_: Any,
+) -> ForkedRank:
     pid = os.fork()
     if pid:
         return ForkedRank(pid)
@@ -61,14 +69,25 @@ def fork_rank(command: list[str], env: dict[str, str], process_group: int, stdou
         if stdout is not None:
             os.dup2(stdout.fileno(), 1)
             os.dup2(stdout.fileno(), 2)
-        os.closerange(3, 64)  # as a new interpreter has it
-        from moefold.cli.main import run_command_line
-
-        code = run_command_line(command[3:])  # behind `python -m moefold`
+        for number in set(range(3, 64)).difference(pass_fds):  # as a new interpreter has it
+            with contextlib.suppress(OSError):
+                os.close(number)
+        code = run_module(*command[2:])
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def run_module(module: str, *arguments: str) -> int:
+    """What `python -m MODULE ARGUMENTS` does; the exit code."""
+    from moefold.cli import rank_starter
+    from moefold.cli.main import run_command_line
+
+    if module == rank_starter.__name__:
+        rank_starter.serve_ranks(*map(int, arguments))
+        return 0
+    return run_command_line(arguments)
 
 
 def be_launcher(argv: list[str], log: str, output: Any, ignored: list[int]) -> None:
@@ -104,11 +123,7 @@ class Launcher:
 
     def ranks(self) -> list[int]:
         """The process numbers of the ranks that live, in order of rank."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        try:
-            return [int(child) for child in children.read_text().split()]
-        except FileNotFoundError:
-            return []
+        return rank_processes(self.pid)
 
     def output(self) -> str:
         return self.log.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.support.kill_trials import kill_one_rank, kill_without_keeper
@@ -15,6 +16,8 @@ def test_a_killed_rank_costs_fewer_steps_than_from_the_disk_and_no_bit_of_the_lo
     assert run.source == "memory", run.said
     assert run.lost_steps < run.lost_from_disk
     assert run.same_losses
+    (share,) = re.findall(r"training waited \S+ s for checkpoints in memory: (\S+)% of its time", run.said)
+    assert 0 < float(share) < 100
 
 
 def test_a_run_whose_keeper_is_lost_goes_on_and_after_a_killed_rank_from_the_disk(tmp_path: Path):

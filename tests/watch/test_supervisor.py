@@ -13,7 +13,7 @@ from moefold.cli.main import run_command_line
 from moefold.layout.spawn import RanksEnd
 from moefold.observe.metrics import read_records
 from moefold.watch import supervisor
-from moefold.watch.supervisor import RunFault, Supervisor, is_fault
+from moefold.watch.supervisor import RestartPauses, RunFault, Supervisor, is_fault
 from moefold.web.fault_list import FaultList
 from tests.support.launched import has_steps, launched, small_ranks, wait_until
 from tests.support.runs import numbers
@@ -31,7 +31,7 @@ def test_a_killed_rank_costs_a_restart_and_no_bit_of_the_losses(tmp_path: Path):
         assert wait_until(lambda: has_steps(tmp_path / "a", 8)), launcher.output()
         os.kill(launcher.ranks()[1], signal.SIGKILL)
         assert launcher.wait() == 0, launcher.output()
-        assert "restart 1 of 2 in 1 s, --resume auto" in launcher.output()
+        assert "restart 1 of 2 at once, --resume auto" in launcher.output()
     with launched(small_ranks(tmp_path, "b", 2, *KEYS), tmp_path / "log-b") as undisturbed:
         assert undisturbed.wait() == 0, undisturbed.output()
     assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
@@ -85,6 +85,13 @@ def test_the_same_step_may_fail_twice_for_two_reasons(tmp_path: Path):
     assert ranks.supervised(3) == 0
     assert RunFault(3, "rank 1 was killed").repeats(RunFault(3, "rank 12 was killed"))
     assert not RunFault(3, "rank 1 was killed").repeats(RunFault(4, "rank 1 was killed"))
+
+
+def test_a_restart_waits_longer_each_time_until_the_run_gets_further(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 1.0)
+    pauses = RestartPauses()
+    steps = (1, 1, 1, 9, 30, 30, 12, 31, 31, *[31] * 9)
+    assert [pauses.after(step) for step in steps] == [1, 2, 4, 0, 0, 1, 2, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
 
 
 @pytest.mark.parametrize("code", [0, 2, 129, 130, 141, 143])

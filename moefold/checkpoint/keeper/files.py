@@ -217,10 +217,11 @@ class KeptFiles:
     keepers: tuple[KeeperAddress, ...]
 
     def from_here(self) -> list[KeeperAddress]:
-        """The keeper of this node, by its name alone, then those of the next nodes around the ring."""
-        launcher = launcher_pid(os.environ)
+        """The keeper of this node, by its name alone, then those of the next nodes around the ring. A launcher has no
+        launcher: the keeper of its ranks is its own."""
+        launcher = launcher_pid(os.environ) or os.getpid()
         names = [keeper.name for keeper in self.keepers]
-        here = names.index(keeper_name(launcher or 0))
+        here = names.index(keeper_name(launcher))
         own = KeeperAddress(names[here])
         return [own, *self.keepers[here + 1 :], *self.keepers[:here]]
 
