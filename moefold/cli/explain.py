@@ -140,6 +140,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "products": describe_products(config, facts),
         "routing": routing_source(config),
         "dispatcher": dispatcher_choice(config, ranks, facts),
+        "clones": price.clones_in_words(config),
         "fp8_on_the_wire": formats_sent(config),
         "beside_exchanges": work_beside_exchanges(config),
         "kernels": kernels,
@@ -438,6 +439,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(escape(f"experts of a token: {explanation['routing']}"))
     dispatcher = explanation["dispatcher"]
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
+    if explanation["clones"]:
+        console.print(f"clones of hot experts: {explanation['clones']}")
     for text in explanation["fp8_on_the_wire"]:
         console.print(escape(f"sent in FP8: {text}"))
     if explanation["beside_exchanges"]:

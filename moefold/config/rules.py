@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+from moefold.config.clone_rules import CLONE_RULES
 from moefold.config.errors import UserError
 from moefold.config.fault_order import fault_problem
 from moefold.config.invariance_rules import INVARIANCE_RULES
@@ -718,6 +719,7 @@ RULES: list[ConfigRule] = [
     *PRECISION_RULES,
     *MEMORY_RULES,
     *SHARD_RULES,
+    *CLONE_RULES,
     *INVARIANCE_RULES,
 ]
 

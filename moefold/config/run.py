@@ -361,6 +361,15 @@ class ParallelConfig:
         "ring", "context parallelism: mechanism that gives queries the keys and values of other cp ranks"
     )
     dispatcher: str = key("auto", "dispatcher: sends tokens to the experts of other ranks", names=DISPATCHER_NAMES)
+    clone_slots: int = key(
+        0,
+        "spare slots of an ep rank, for clones of hot experts of other ranks during one microbatch; 0: none",
+        at_least=0,
+        at_most=64,
+    )
+    clone_decision: Literal["now", "previous"] = key(
+        "now", "experts to clone: by the counts of this microbatch, or by those of the layer's microbatch before"
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moefold.dispatch.clone_weights import CloneMap, CloneWeights
 from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.dispatch.traffic import Traffic
 
@@ -52,22 +53,25 @@ class RowOrder(NamedTuple):
 
 class Rows(NamedTuple):
     """Input of the experts: arrived tokens, and the order of their rows. `number_N`: numbers of the tokens in the run,
-    for recipes that ask for them."""
+    for recipes that ask for them. `clones`: weights of the experts in spare slots, whose rows come last."""
 
     source_ND: Tensor
     order: RowOrder
     number_N: Tensor | None = None
+    clones: CloneWeights | None = None
 
 
 class Receipt(NamedTuple):
     """The plan of one routing, held from `plan` to `combine` and for backward. `legs` are private to the dispatcher.
     `rows_moved`: rows sent by this rank in one dispatch and one combine together, a number on the host. `token_bytes`:
-    bytes of a token in dispatch, where tokens are sent in another format than results; 0: in the same."""
+    bytes of a token in dispatch, where tokens are sent in another format than results; 0: in the same. `clones`: the
+    experts that ranks clone for this microbatch, where they do."""
 
     order: RowOrder
     legs: tuple[Any, ...] = ()
     rows_moved: int = 0
     token_bytes: int = 0
+    clones: CloneMap | None = None
 
     def bytes_moved(self, row_bytes: int) -> int:
         """Bytes of the rows, exact as a sum over all ranks: dispatch and combine have half of the rows each."""
@@ -201,6 +205,22 @@ class RowPolicy:
             return sizes_e, int(sizes_e.sum())
         rows = most_padded_rows(limits.most_choices, self.held, self.multiple)
         return sizes_e, rows
+
+
+def rows_between(order: RowOrder, begin: int, end: int) -> RowOrder:
+    """The order of the rows from `begin` to `end`, as if there were no others. Slots of the others are holes."""
+    slots_NK = order.slots_NK
+    is_inside = (slots_NK >= begin) & (slots_NK < end)
+    slots_here_NK = slots_NK - begin
+    size = end - begin
+    ends_e = order.ends_e - begin
+    return RowOrder(
+        index_R=order.index_R[begin:end],
+        slots_NK=torch.where(is_inside, slots_here_NK, -1),
+        weight_R=order.weight_R[begin:end],
+        ends_e=ends_e.clamp(0, size),
+        holes=True,
+    )
 
 
 def invert_order(order: Tensor, like: Tensor) -> Tensor:

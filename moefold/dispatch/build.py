@@ -14,9 +14,11 @@ from torch import Tensor
 from moefold.anatomy.step_specs import dispatched_width
 from moefold.config.errors import UserError, one_of
 from moefold.config.extensions import find_extension
-from moefold.config.run import Config, MoeConfig, PrecisionConfig
+from moefold.config.run import Config, MoeConfig, ParallelConfig, PrecisionConfig
 from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.base import Dispatcher, Hop, RowPolicy
+from moefold.dispatch.clone_rows import placement_with_slots
+from moefold.dispatch.cloning_dispatcher import CloningDispatcher
 from moefold.dispatch.deepep import DeepEpHop, make_deepep_buffer, require_deepep
 from moefold.dispatch.expert_placement import ExpertPlacement, contiguous_placement
 from moefold.dispatch.fp8_dispatcher import Fp8Dispatcher, SendsRows, gradient_rule, token_rule
@@ -198,15 +200,31 @@ def build_dispatcher(
     name, _ = choose_dispatcher(config, world)
     build = find_builder(name)
     experts = experts or contiguous_placement(moe.experts, world.ep.size)
+    slots = config.parallel.clone_slots
+    sent_to = placement_with_slots(experts, slots) if slots else experts
     setting = DispatchSetting(
         world,
         kernels,
-        row_policy_of(moe, world, experts),
+        row_policy_of(moe, world, sent_to),
         dispatched_width(config.model),
         DTYPES[config.train.precision],
     )
     dispatcher = build(setting)
+    if slots:
+        dispatcher = with_clones(dispatcher, name, setting.world, experts, config.parallel)
     return with_fp8_payloads(dispatcher, name, setting, config.precision)
+
+
+def with_clones(
+    dispatcher: Dispatcher, name: str, world: World, experts: ExpertPlacement, parallel: ParallelConfig
+) -> Dispatcher:
+    """The dispatcher with clones of hot experts in spare slots."""
+    if not isinstance(dispatcher, HopDispatcher) or dispatcher.traffic is None:
+        raise UserError(
+            f"parallel.clone_slots = {parallel.clone_slots} with the dispatcher {name}, which does not count its "
+            "traffic; set parallel.dispatcher to all_to_all, dedup or hierarchical"
+        )
+    return CloningDispatcher(dispatcher, experts, world, parallel.clone_slots, parallel.clone_decision)
 
 
 def with_fp8_payloads(

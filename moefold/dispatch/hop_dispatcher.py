@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from moefold.dispatch.base import Hop, Receipt, Routing, RowPolicy, Rows
-from moefold.dispatch.traffic import TrafficCounter
+from moefold.dispatch.traffic import Traffic, TrafficCounter
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.expert_rows import sum_rows
 
@@ -32,11 +32,15 @@ class HopDispatcher:
     traffic: TrafficCounter | None = None
 
     def plan(self, routing: Routing) -> Receipt:
-        tokens = len(routing.ids_TK)
         traffic = None
-        choices = None
         if self.traffic is not None:
             traffic = self.traffic.count(routing.ids_TK)
+        return self.plan_hops(routing, traffic)
+
+    def plan_hops(self, routing: Routing, traffic: Traffic | None) -> Receipt:
+        tokens = len(routing.ids_TK)
+        choices = None
+        if traffic is not None:
             choices = traffic.choices_arriving()
         plans = []
         for hop in self.hops:

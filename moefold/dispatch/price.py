@@ -12,6 +12,19 @@ from moefold.dispatch.catalog import DispatchTrip, LinkSpeeds, all_entries
 INVARIANT_DISPATCHER = "all_to_all"
 
 
+DECISIONS_IN_WORDS = {"now": "of this microbatch", "previous": "of the layer's microbatch before"}
+
+
+def clones_in_words(config: Config) -> str:
+    """The clones of hot experts that a run makes, in words; nothing if it makes none."""
+    parallel = config.parallel
+    counts = DECISIONS_IN_WORDS[parallel.clone_decision]
+    slots = parallel.clone_slots
+    if not slots:
+        return ""
+    return f"up to {slots} on each of {parallel.ep} ep ranks, by the counts {counts}"
+
+
 def tokens_per_rank(config: Config) -> int:
     """Tokens of a microbatch that one rank dispatches."""
     parallel = config.parallel

@@ -22,13 +22,15 @@ Table = list[list[list[int]]]  # by etp rank, by sending rank of ep, by receivin
 
 class Traffic(NamedTuple):
     """`choices`: chosen experts of each rank; `tokens`: tokens with at least one of them; `nodes`: the same of the
-    ranks of a node together. `etp`, `ep`: the indices of this rank."""
+    ranks of a node together. `etp`, `ep`: the indices of this rank. `noted`: whole numbers of this rank that came
+    along."""
 
     choices: Table
     tokens: Table
     nodes: Table
     etp: int
     ep: int
+    noted: list[int]
 
     def choices_arriving(self) -> int:
         """Choices of experts on this rank, from all ranks, those of other etp ranks included."""
@@ -50,9 +52,12 @@ class TrafficCounter:
         self.etp = world.etp
         self.ranks_per_node = world.ep_inside.size  # ranks of ep
 
-    def count(self, ids_TK: Tensor) -> Traffic:
-        """The traffic of one routing. Waits for the device, once."""
+    def count(self, ids_TK: Tensor, noted: Tensor | None = None) -> Traffic:
+        """The traffic of one routing. Waits for the device, once; the numbers in `noted` come with the same wait."""
         counts = self.count_own(ids_TK)
+        counted = len(counts)
+        if noted is not None:
+            counts = torch.cat((counts, noted))
         of_ep = all_gather_no_grad(counts[None], self.ep)
         of_all = all_gather_no_grad(of_ep[None], self.etp)
         table: Table = of_all.tolist()
@@ -60,9 +65,10 @@ class TrafficCounter:
         return Traffic(
             choices=columns_of(table, 0, ranks),
             tokens=columns_of(table, ranks, 2 * ranks),
-            nodes=columns_of(table, 2 * ranks, None),
+            nodes=columns_of(table, 2 * ranks, counted),
             etp=self.etp.index,
             ep=self.ep.index,
+            noted=table[self.etp.index][self.ep.index][counted:],
         )
 
     def count_own(self, ids_TK: Tensor) -> Tensor:
@@ -95,7 +101,7 @@ def sums_of_column(tables: Table, column: int) -> list[int]:
     return sums
 
 
-def columns_of(table: Table, begin: int, end: int | None) -> Table:
+def columns_of(table: Table, begin: int, end: int) -> Table:
     columns = slice(begin, end)
     cut: Table = []
     for senders in table:

@@ -37,10 +37,11 @@ def deferring_weight_grads(queue: list[DeferredWork]) -> Iterator[None]:
 
 def gradient_or_defer(weight: Tensor, compute_gradient: ComputeGradient) -> Tensor | None:
     """The weight's gradient now; or None, and the gradient is delivered when the queued work is run. A frozen weight
-    has none."""
+    has none. That of a computed weight, such as a clone that another rank has sent, is never deferred: backward goes on
+    from it."""
     if not underlying_parameter(weight).requires_grad:
         return None
-    if not OPEN_QUEUES:
+    if not OPEN_QUEUES or is_computed(weight):
         return compute_gradient()
 
     def deliver_deferred_gradient() -> None:
@@ -50,6 +51,10 @@ def gradient_or_defer(weight: Tensor, compute_gradient: ComputeGradient) -> Tens
 
     OPEN_QUEUES[-1].append(deliver_deferred_gradient)
     return None
+
+
+def is_computed(weight: Tensor) -> bool:
+    return not underlying_parameter(weight).is_leaf
 
 
 def deliver_gradient(weight: Tensor, gradient: Tensor | None) -> None:

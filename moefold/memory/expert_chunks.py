@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.dispatch.base import RowOrder, Rows
+from moefold.dispatch.base import Rows, rows_between
 from moefold.memory.recompute import Promises, Rebuild
 from moefold.model.moe.experts import Experts
 from moefold.model.transformer import Transformer
@@ -52,22 +52,6 @@ class ExpertChunks:
 
         source_ND = rows.source_ND
         return self.policy.around(run_rows, source_ND, order.weight_R)
-
-
-def rows_between(order: RowOrder, begin: int, end: int) -> RowOrder:
-    """The order of the rows from `begin` to `end`, as if there were no others. Slots of the others are holes."""
-    slots_NK = order.slots_NK
-    is_inside = (slots_NK >= begin) & (slots_NK < end)
-    slots_here_NK = slots_NK - begin
-    size = end - begin
-    ends_e = order.ends_e - begin
-    return RowOrder(
-        index_R=order.index_R[begin:end],
-        slots_NK=torch.where(is_inside, slots_here_NK, -1),
-        weight_R=order.weight_R[begin:end],
-        ends_e=ends_e.clamp(0, size),
-        holes=True,
-    )
 
 
 def attach_expert_chunks(model: Transformer, most: int) -> None:

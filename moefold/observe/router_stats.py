@@ -3,6 +3,7 @@
     max violation   most loaded / mean - 1         0 is even, 1 is an expert with twice its share
     load entropy    -sum p log p / log E           1 is even, 0 is all load on one expert
     drop rate       dropped / choices made         choices are counted before any is dropped
+    rank rows       largest rank's / mean          rows of experts on ep ranks, where hot experts are cloned
 
 L MoE layers, E experts.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,43 @@ class RouterCounts:
     load: list[list[int]]  # choices of each expert, before any is dropped
     dropped: list[int]  # choices dropped for lack of capacity
     moved: list[int]  # bytes of tokens that dispatch and combine sent in forward; backward sends as many again
+    # of clones: rows if all ranks had the largest one's, the same without clones, rows, bytes of weights in forward
+    clones: list[list[int]] = field(default_factory=list)
 
 
 def balance_summary(counts: RouterCounts) -> dict[str, list[Any]]:
     """Balance of a step: each figure is a list with one entry for each MoE layer."""
     loads = counts.load
     drop_rates = map(drop_rate, loads, counts.dropped)
-    return {
+    summary = {
         "max_violation": rounded(map(max_violation, loads)),
         "load_entropy": rounded(map(load_entropy, loads)),
         "dead_experts": [load.count(0) for load in loads],
         "drop_rate": rounded(drop_rates),
         "moved_bytes": list(counts.moved),
     }
+    if has_clones(counts):
+        summary |= clone_summary(counts.clones)
+    return summary
+
+
+def has_clones(counts: RouterCounts) -> bool:
+    """Whether hot experts were cloned, or would have been."""
+    return any(map(any, counts.clones))
+
+
+def clone_summary(clones: list[list[int]]) -> dict[str, list[Any]]:
+    """Rows of the largest rank over the mean, with clones and as they would be without, and bytes of clones."""
+    filled, filled_without, rows, sent = zip(*clones, strict=True)
+    return {
+        "rank_rows": rounded(map(over_mean, filled, rows)),
+        "rank_rows_without": rounded(map(over_mean, filled_without, rows)),
+        "clone_bytes": list(sent),
+    }
+
+
+def over_mean(filled: int, rows: int) -> float:
+    return filled / rows if rows else 1.0
 
 
 def drop_rate(load: Sequence[int], dropped: int) -> float:
@@ -84,6 +109,8 @@ class RouterLog:
     def write(self, step: int, counts: RouterCounts) -> None:
         if step % self.every == 0:
             record = {"step": step} | vars(counts)
+            if not has_clones(counts):
+                del record["clones"]
             self.lines.write(record)
 
     def close(self) -> None:

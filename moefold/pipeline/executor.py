@@ -31,7 +31,7 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder, StepTracer
 from moefold.pipeline.bound_program import BoundProgram, bind_program, forward_program
 from moefold.pipeline.inbox import Inbox
-from moefold.pipeline.last_gradients import StagesUsing, gets_several_gradients, stages_using_parameters
+from moefold.pipeline.last_gradients import StagesUsing, parameters_with_several_gradients, stages_using_parameters
 from moefold.pipeline.passage import Passage
 from moefold.pipeline.segments import Segments, one_segment, segments_for_pairing, segments_of_one_microbatch
 from moefold.pipeline.step_costs import StepCosts
@@ -84,6 +84,7 @@ class Executor:
         node_size = world.node_size
         self.costs = StepCosts(config, device, node_size)
         self.users = stages_using_parameters(model)
+        self.several_gradients = parameters_with_several_gradients(model)
         # Made once, when first asked for: the same in every step of a run.
         self.train_programs: dict[int, BoundProgram] = {}
         self.forward_programs: dict[int, BoundProgram] = {}
@@ -255,8 +256,7 @@ class StepRun:
         kinds = [op.kind for op in slot]
         if kinds != ["D", "W"]:
             return set()
-        several = filter(gets_several_gradients, finished)
-        return finished.difference(several)
+        return finished - self.executor.several_gradients
 
     def bring_back_offloaded(self, slot: Slot) -> None:
         """Begin the copies from the host for the backwards of a slot, as far as their forwards have run."""

@@ -8,6 +8,7 @@ from itertools import product
 
 from moefold.anatomy.stage_contents import Stage
 from moefold.layout.declare import declared_parameters
+from moefold.model.moe.clones import ExpertClones
 from moefold.model.transformer import Transformer
 from moefold.schedule.program import Slot
 
@@ -56,10 +57,19 @@ def may_defer_weight_grad(name: str) -> bool:
     return inside_block and is_weight and not is_excluded
 
 
-def gets_several_gradients(name: str) -> bool:
-    """Whether several steps of a stage may use the parameter, each with a gradient for it: the embedding, which layers
-    of multi-token prediction look up again and a tied head multiplies with."""
-    return name.startswith("embedding.")
+def parameters_with_several_gradients(model: Transformer) -> set[str]:
+    """The parameters that several steps of a stage may use, each with a gradient for it: the embedding, which layers of
+    multi-token prediction look up again and a tied head multiplies with; and experts that are cloned."""
+    cloned: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, ExpertClones):
+            cloned.update(map(id, module.borrowed))
+    names: set[str] = set()
+    for parameter in declared_parameters(model):
+        is_cloned = id(parameter.tensor) in cloned
+        if is_cloned or parameter.name.startswith("embedding."):
+            names.add(parameter.name)
+    return names
 
 
 def last_gradient_slots(slots: Sequence[Slot], users: StagesUsing) -> dict[int, set[str]]:

@@ -26,6 +26,7 @@ from moefold.config.read import config_as_yaml, read_yaml_mapping
 from moefold.config.run import Config
 from moefold.data.cut_samples import cut_text
 from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
+from moefold.dispatch.price import clones_in_words
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
@@ -231,6 +232,9 @@ def introduction_lines(run: Run) -> list[str]:
     lines += source_lines(run)
     if config.parallel.ep * config.parallel.etp > 1:
         lines.append(f"dispatcher: {config.parallel.dispatcher} ({run.dispatcher_reason})")
+    clones = clones_in_words(config)
+    if clones:
+        lines.append(f"clones of hot experts: {clones}")
     if config.data.tokenizer == "byte" and config.data.source != "zipf" and config.model.vocab > LARGEST_BYTE_VOCAB:
         lines.append(
             f"warning: data.tokenizer = byte uses 256 of model.vocab = {config.model.vocab} tokens; set data.tokenizer "

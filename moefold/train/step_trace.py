@@ -95,21 +95,22 @@ def rerun_step(run: Run, number: int, loader: BatchLoader) -> None:
 def kept_state(run: Run) -> Iterator[None]:
     """What a forward and backward change of a run is put back behind the block. Nothing is recorded inside."""
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    loads = [(load, load.moved, load.record) for load in run.model.loads()]
+    loads = [(load, load.moved, load.clones, load.record) for load in run.model.loads()]
     watches = [(watch, watch.largest_H) for watch in logit_watches(run)]
     random_state = rng_state_tensors(run.world)
     scales = dict(run.gradients.scales)
     records = run.operand_statistics.records
     run.operand_statistics.records = False
-    for load, _, _ in loads:
+    for load, *_ in loads:
         load.record = None
     try:
         yield
     finally:
         for buffer, before in buffers:
             buffer.copy_(before)
-        for load, moved, record in loads:
+        for load, moved, clones, record in loads:
             load.moved = moved
+            load.clones = clones
             load.record = record
         for watch, largest_H in watches:
             watch.largest_H = largest_H

@@ -9,7 +9,8 @@ from moefold.web.downsample import NOTHING_TOLD, ChangedColumns, DownsampledSeri
 from moefold.web.page_numbers import MOST_STEPS, JsonObject, as_float_array, round_significant, rounded_values
 
 CURVE_METRICS = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "tflops", "memory_gib")
-DERIVED_CURVES = ("worst_violation", "mean_violation", "elapsed")
+CLONE_CURVES = ("rank_rows", "rank_rows_without")  # of the worst layer, in runs that clone hot experts
+DERIVED_CURVES = ("worst_violation", "mean_violation", "elapsed", *CLONE_CURVES)
 LAYER_METRICS = ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes")
 WORST_STEP_METRICS = ("max_violation", "dead_experts")  # a column shows its worst step; of the others, the mean
 MAX_CURVE_POINTS = 800  # of a curve
@@ -61,6 +62,10 @@ class MetricSeries:
         if violation_L is not None:
             curves["worst_violation"] = violation_L.max()
             curves["mean_violation"] = violation_L.mean()
+        for name in CLONE_CURVES:
+            rows_L = as_float_array(record.get(name), 1)
+            if rows_L is not None:
+                curves[name] = rows_L.max()
         seconds = as_float_array(record.get("seconds"), 0)
         if seconds is not None and np.isfinite(seconds):
             self.elapsed += max(0.0, float(seconds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moefold.anatomy.model_totals import active_parameters, total_parameters
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.config.errors import printable_text
+from moefold.config.memory_rules import RANK_AXES
 from moefold.config.run import Config, MoeConfig
 from moefold.observe.progress import compact_number
 
@@ -54,10 +55,11 @@ def describe_balance(moe: MoeConfig) -> str:
 
 
 def describe_degrees(config: Config) -> str:
-    degrees: list[str] = []
-    for axis, size in vars(config.parallel).items():
-        if isinstance(size, int):
-            degrees.append(f"{axis} {size}")
+    parallel = config.parallel
+    degrees = [f"{axis} {getattr(parallel, axis)}" for axis in RANK_AXES]
+    slots = parallel.clone_slots
+    if slots:
+        degrees.append(f"{slots} spare slots for clones of experts")
     return ", ".join(degrees)
 
 

@@ -24,6 +24,8 @@ PREFERENCES = (
     "--data.attend=document --data.packing=best_fit"
 )
 
+CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
+
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "weights are of prepared sources": [
@@ -68,6 +70,37 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "a reference has no delayed scales": [
         (f"{PREFERENCES} --precision.scaling=delayed --precision.recipe=fp8_tensor", 1, "precision.scaling = delayed"),
+    ],
+    "ranks clone experts of others": [
+        ("--parallel.clone_slots=1 --parallel.dispatcher=dedup", 1, "parallel.clone_slots = 1, parallel.ep = 1"),
+        ("--parallel.ep=2 --parallel.clone_slots=60 --parallel.dispatcher=dedup", 2, "parallel.clone_slots = 60"),
+    ],
+    "a decision has clones": [("--parallel.clone_decision=previous", 1, "parallel.clone_slots = 0")],
+    "clones are sent by a dispatcher that counts": [
+        ("--parallel.ep=2 --parallel.clone_slots=2", 2, "parallel.dispatcher = auto"),
+    ],
+    "cloned experts are whole on their rank": [(f"{CLONES} --shard.mode=zero3", 2, "shard.mode = zero3")],
+    "clones are plain matrices": [
+        (f"{CLONES} --precision.recipe=fp8_block", 2, "precision.recipe = fp8_block"),
+        (f"{CLONES} --precision.dispatch=fp8", 2, "precision.dispatch = fp8"),
+    ],
+    "clones are without biases and adapters": [
+        (f"{CLONES} --model.moe.biases=true", 2, "model.moe.biases = true"),
+        (f"{CLONES} --lora.rank=4", 2, "lora.rank = 4"),
+    ],
+    "rows of clones are not padded": [
+        (f"{CLONES} --model.moe.capacity.pad_rows=8", 2, "model.moe.capacity.pad_rows = 8"),
+    ],
+    "clones are sent once": [
+        (f"{CLONES} --memory.recompute=sar", 2, "memory.recompute = sar"),
+        (f"{CLONES} --memory.recompute=experts@1", 2, "memory.recompute = experts@1"),
+        (f"{CLONES} --memory.expert_chunk=128", 2, "memory.expert_chunk = 128"),
+    ],
+    "gradients of clones arrive before an update": [
+        (f"{CLONES} --optim.when=backward --optim.clip_by=unit", 2, "optim.when = backward"),
+    ],
+    "one lane at a time adds to experts that are cloned": [
+        (f"{CLONES} --pipeline.pair=true", 2, "pipeline.fill = true"),
     ],
     "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
     "fully sharded weights have no quantised copies": [

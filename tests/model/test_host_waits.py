@@ -78,3 +78,15 @@ def test_with_experts_on_several_ranks_a_layer_waits_at_most_once(name: str, lay
     for found in run_ranks(waits_on_ranks, 4, name, layout):
         for variant, places in found.items():
             assert len(places) <= 2, f"two layers with {variant} wait {len(places)} times: {places}"
+
+
+def waits_with_clones(world: World, decision: str) -> list[str]:
+    parallel = ParallelConfig(ep=2, dispatcher="all_to_all", clone_slots=2, clone_decision=decision)  # pyright: ignore[reportArgumentType]
+    config = replace(resolve_recipe("tiny", MODEL), parallel=parallel)
+    return waits_of_a_pass(world, config)
+
+
+@pytest.mark.parametrize("decision", ["now", "previous"])
+def test_clones_of_hot_experts_come_with_the_same_wait(decision: str):
+    for places in run_ranks(waits_with_clones, 2, decision, ep=2):
+        assert len(places) == 2, f"two layers wait {len(places)} times: {places}"

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,19 @@ def test_the_default_patience_is_twenty_steps():
     watcher = DeadExpertWatch()
     said = warnings(watcher, *[[0, 1]] * 25)
     assert [step for step, text in enumerate(said, 1) if text] == [20]
+
+
+def test_clones_are_told_as_the_largest_ranks_rows_over_the_mean_where_there_are_any(tmp_path: Path):
+    none = counted([1, 2], [3, 4])
+    counts = replace(none, clones=[[120, 200, 100, 64], [0, 0, 0, 0]])
+    found = balance_summary(counts)
+    assert found["rank_rows"] == [1.2, 1.0]
+    assert found["rank_rows_without"] == [2.0, 1.0]
+    assert found["clone_bytes"] == [64, 0]
+    assert "rank_rows" not in balance_summary(none)
+    log = RouterLog(tmp_path / "router.jsonl", 1, 0)
+    log.write(1, none)
+    log.write(2, counts)
+    log.close()
+    written = [record.get("clones") for record in read_records(tmp_path / "router.jsonl")]
+    assert written == [None, counts.clones]

@@ -3,7 +3,7 @@
 The bias of an expert with less than its share of the choices rises, and the reverse. Nothing here depends on how a
 batch is split over ranks. The balance losses of a forward pass are in router.py.
 
-E experts, L MoE layers.
+E experts, L MoE layers, F figures of clones, H figures of the host.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from moefold.model.moe.router import ExpertLoad
 
 
 class LayerLoads(NamedTuple):
-    """Routing statistics of a step, over all ranks: choices of each expert, dropped choices, and bytes of tokens sent
-    in forward. `layers` are the numbers of the MoE layers in the model."""
+    """Routing statistics of a step, over all ranks: choices of each expert, dropped choices, bytes of tokens sent in
+    forward, and the F figures of clones (`CloneFigures`). `layers` are the numbers of the MoE layers in the model."""
 
     layers: list[int]
     counts_LE: Tensor
     dropped_L: Tensor
     moved_L: Tensor
+    clones_LF: Tensor
 
 
 def sum_loads_over_ranks(loads: list[ExpertLoad], everyone: Axis) -> LayerLoads:
@@ -37,30 +38,35 @@ def sum_loads_over_ranks(loads: list[ExpertLoad], everyone: Axis) -> LayerLoads:
     if not loads:
         nothing_L = torch.zeros(0, dtype=torch.int64)
         nothing_LE = nothing_L.view(0, 0)
-        return LayerLoads([], nothing_LE, nothing_L, nothing_L)
+        return LayerLoads([], nothing_LE, nothing_L, nothing_L, nothing_LE)
     layers = [load.layer for load in loads]
     counts = [load.counts_E for load in loads]
     dropped = [load.dropped for load in loads]
     counts_LE = torch.stack(counts)
     dropped_L = torch.stack(dropped)
-    moved_L = moved_on_device(loads, dropped_L)
+    of_host_LH = host_figures_on_device(loads, dropped_L)
     # one message of all counts
-    others_L2 = torch.stack((dropped_L, moved_L), dim=1)
-    joint = torch.cat((counts_LE, others_L2), dim=1)
+    joint = torch.cat((counts_LE, dropped_L[:, None], of_host_LH), dim=1)
     joint = all_reduce_no_grad(joint, everyone)
     experts = counts_LE.shape[1]
     counts_LE = joint[:, :experts]
     dropped_L = joint[:, experts]
     moved_L = joint[:, experts + 1]
-    return LayerLoads(layers, counts_LE, dropped_L, moved_L)
+    clones_LF = joint[:, experts + 2 :]
+    return LayerLoads(layers, counts_LE, dropped_L, moved_L, clones_LF)
 
 
-def moved_on_device(loads: list[ExpertLoad], like: Tensor) -> Tensor:
-    """The bytes that each layer sent, on the device. Where nothing is ever sent, nothing is copied from the host."""
-    moved = [load.moved for load in loads]
-    if not any(moved):
-        return torch.zeros_like(like)
-    return integers_on_device(moved, like.device)
+def host_figures_on_device(loads: list[ExpertLoad], like: Tensor) -> Tensor:
+    """The bytes that each layer sent, and the figures of its clones, on the device. Where nothing is ever sent, nothing
+    is copied from the host."""
+    figures: list[int] = []
+    for load in loads:
+        figures += (load.moved, *load.clones)
+    layers = len(loads)
+    if not any(figures):
+        return like.new_zeros(layers, len(figures) // layers)
+    flat = integers_on_device(figures, like.device)
+    return flat.view(layers, -1)
 
 
 def join_pipeline_loads(parts: Sequence[LayerLoads]) -> LayerLoads:
@@ -71,12 +77,9 @@ def join_pipeline_loads(parts: Sequence[LayerLoads]) -> LayerLoads:
     if not rows:
         return parts[0]
     rows.sort(key=itemgetter(0))
-    layers, counts, dropped, moved = zip(*rows, strict=True)
-    counts_LE = torch.stack(counts)
-    dropped_L = torch.stack(dropped)
-    moved_L = torch.stack(moved)
-    layers = list(layers)
-    return LayerLoads(layers, counts_LE, dropped_L, moved_L)
+    layers, *tensors = zip(*rows, strict=True)
+    stacked = map(torch.stack, tensors)
+    return LayerLoads(list(layers), *stacked)
 
 
 def update_selection_biases(

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from moefold.anatomy.activations import expert_kind
 from moefold.anatomy.step_specs import unfused_experts_reason
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Rows
+from moefold.dispatch.clone_rows import split_rows
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.clamped_swiglu import clamped_swiglu
 from moefold.kernels.experts.expert_bias import expert_bias
@@ -118,7 +120,14 @@ class Experts(DeclaringModule):
 
     def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
-        return self.around_rows(self.run_numbered, rows)
+        clones = rows.clones
+        if clones is None:
+            return self.around_rows(self.run_numbered, rows)
+        spare_slots = len(clones.up)
+        own, cloned = split_rows(rows, clones.first_row, spare_slots)
+        own_RD = self.run_experts(own)
+        cloned_RD = self.run_weights(cloned, clones.up, clones.down)
+        return torch.cat((own_RD, cloned_RD))
 
     def run_numbered(self, rows: Rows) -> Tensor:
         if rows.number_N is None:
@@ -129,9 +138,12 @@ class Experts(DeclaringModule):
             return self.run_experts(rows)
 
     def run_experts(self, rows: Rows) -> Tensor:
+        return self.run_weights(rows, self.first_weight, self.down)
+
+    def run_weights(self, rows: Rows, up: Tensor, down: Tensor) -> Tensor:
         order = rows.order
         source_ND = rows.source_ND
-        weights = (self.first_weight, self.down)
+        weights = (up, down)
         weight_R = order.weight_R
         links = (order.index_R, order.slots_NK)
         ends_e = order.ends_e

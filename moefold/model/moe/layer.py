@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from moefold.anatomy.step_specs import moe_step_specs
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Receipt
+from moefold.dispatch.cloning_dispatcher import CloningDispatcher, for_one_layer
 from moefold.dispatch.fp8_dispatcher import unquantised
 from moefold.layout.token_numbers import numbers_of_rows
+from moefold.model.moe.clones import ExpertClones
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
 from moefold.model.moe.shared import SharedExperts
@@ -54,7 +56,9 @@ class MoeSublayer(nn.Module):
             std = model.init_std
             self.narrow = Linear(world, hidden, latent, std=std)
             self.widen = Linear(world, latent, hidden, std=std)
-        self.dispatcher = parts.dispatcher
+        self.dispatcher = for_one_layer(parts.dispatcher)
+        if isinstance(self.dispatcher, CloningDispatcher):
+            self.clones = ExpertClones(self.experts, world)
         self.sending = Region("dispatch")
 
     def forward(self, x_BSD: Tensor, imposed_BSK: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -83,7 +87,8 @@ class MoeSublayer(nn.Module):
         imposed: dict[int, Tensor] = {}
         if imposed_BSK is not None:
             layer = self.router.layer
-            imposed[layer] = imposed_BSK.reshape(*shape, -1)
+            choices = imposed_BSK.shape[-1]
+            imposed[layer] = imposed_BSK.reshape(*shape, choices)
         wide = torch.promote_types(h_BSD.dtype, torch.float32)
         no_loss = h_BSD.new_zeros((), dtype=wide)
         h_TD = h_BSD.flatten(0, 1)
@@ -140,6 +145,10 @@ class MoeSublayer(nn.Module):
         tokens = carry[name]
         receipt = carry["receipt"]
         rows = self.sending(self.dispatcher.dispatch, tokens, receipt)
+        if receipt.clones is not None:
+            rows = rows._replace(clones=self.clones(receipt.clones))
+            figures = self.clones.figures(receipt.clones)
+            self.router.load.note_clones(figures)
         if self.experts.draws_by_token:
             count = len(tokens)
             number_N = self.dispatch_numbers(count, receipt)

@@ -25,6 +25,7 @@ from moefold.comm.collectives import all_reduce_no_grad, bind_collective
 from moefold.config.extensions import find_extension
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
+from moefold.dispatch.clone_weights import CloneFigures
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.router_ops import router_logits, router_topk
 from moefold.kernels.routing.router_spec import RouterSpec
@@ -156,6 +157,7 @@ class ExpertLoad(nn.Module):
         dropped = torch.zeros((), dtype=torch.int64)
         self.register_buffer("dropped", dropped, persistent=False)
         self.moved = 0  # bytes of tokens that dispatch and combine sent in forward; a number of the host
+        self.clones = CloneFigures()  # numbers of the host, too
         # called with the expert ids of each microbatch, and which of its tokens they belong to
         self.record: RecordChoices | None = None
 
@@ -175,6 +177,10 @@ class ExpertLoad(nn.Module):
         if not inside_recompute():
             self.moved += sent
 
+    def note_clones(self, figures: CloneFigures) -> None:
+        if not inside_recompute():
+            self.clones = self.clones.plus(figures)
+
     @torch.no_grad()
     def remember_batch_shares(self, counts_E: Tensor, sound: Tensor | bool = True) -> None:
         """Store each expert's share of a whole batch, unless its step was not finite (`sound`)."""
@@ -189,6 +195,7 @@ class ExpertLoad(nn.Module):
         self.counts_E.zero_()
         self.dropped.zero_()
         self.moved = 0
+        self.clones = CloneFigures()
 
 
 def expert_loads(model: nn.Module) -> list[ExpertLoad]:

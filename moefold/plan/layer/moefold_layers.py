@@ -612,8 +612,20 @@ def plan_tensors() -> list[TensorEntry]:
     return table.entries
 
 
+def has_clone_slots(s: RankShapes) -> bool:
+    return s.portion.clone_slots > 0
+
+
+def clone_weight_rows(s: RankShapes) -> float:
+    """Rows of up, gate and down of the experts in spare slots."""
+    matrices = s.expert_parts + 1
+    return s.portion.clone_slots * matrices * s.F
+
+
 def dispatch_tensors() -> list[TensorEntry]:
     table = TensorTable("dispatch")
+    clones = table.only(has_clone_slots)
+    clones.add("weights of clones", clone_weight_rows, dispatched_token_width)
     latents = table.remade_by("moe").only(keeps_sent_latents)
     latents.add("latents", rank_tokens, dispatched_token_width)
     return table.entries

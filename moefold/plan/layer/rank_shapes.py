@@ -34,7 +34,7 @@ EXPERT_PRODUCTS = ("moe.experts.up_product", "moe.experts.down_product")
 class RankPortion:
     """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
     after the data gradients of their stage; `accumulates`: a step has several microbatches, and GEMMs accumulate weight
-    gradients; `precision`: recipes of the products."""
+    gradients; `precision`: recipes of the products; `clone_slots`: spare slots for clones of experts."""
 
     seq_len: int
     micro_batch: int = 1
@@ -48,6 +48,7 @@ class RankPortion:
     accumulates: bool = False
     force: tuple[str, ...] = ()
     precision: PrecisionConfig = PLAIN_PRECISION
+    clone_slots: int = 0
 
     @property
     def tokens(self) -> float:
@@ -219,4 +220,5 @@ def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accum
         accumulates=accumulates,
         force=config.kernels.force,
         precision=config.precision,
+        clone_slots=p.clone_slots,
     )

@@ -88,6 +88,14 @@ function violations() {
   return curvePlot({ title: "Max violation", series: both(of("worst_violation", "worst layer"), mean), zero: true, empty });
 }
 
+function rankRows() {
+  if (several) return grid(
+    curvePlot({ title: "Largest rank / mean, with clones", series: of("rank_rows"), zero: true }),
+    curvePlot({ title: "Largest rank / mean, as it would be without", series: of("rank_rows_without"), zero: true }));
+  const without = of("rank_rows_without", "without clones", { colour: 1, dash: 1 });
+  return curvePlot({ title: "Largest rank / mean", series: both(of("rank_rows", "with clones"), without), zero: true });
+}
+
 const MAPS = [
   { name: "max_violation", title: "Max violation", unit: "most loaded / mean - 1", note: "Most loaded expert / mean - 1: 0 is even, 1 is an expert with twice its share.", worst: true },
   { name: "load_entropy", title: "Load entropy", unit: "of log(experts)", note: "1 is even, 0 is all load on one expert.", best: 1 },
@@ -246,6 +254,7 @@ function build() {
     ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", viewControls(), training()),
     sectionWhen(() => runs.some((run) => run.evaluations.length), section("Evaluations", "Results of moefold eval, by the step of the checkpoint.", renewed(() => [evaluations()]))),
     ...section("Balance", "Balance of expert load, over the whole global batch.", violations()),
+    sectionWhen(() => runs.some((run) => run.curves.rank_rows), section("Clones", "Rows of experts on the largest rank over the mean of ranks, in the worst layer.", rankRows())),
     ...section("Layers and experts", several ? "One run at a time: " : "Point at a cell for its numbers.", maps),
     sectionWhen(() => runs.some((run) => run.fp8), section("FP8 operands", several ? "Of the run chosen above, over all ranks and microbatches." : "Over all ranks and microbatches of a recorded step.", ...fp8Maps(run))),
   );

@@ -32,7 +32,7 @@ from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.plan.layer import moefold_layers
 from moefold.plan.layer.layer_costs import count_piece, first_alike_layers
-from moefold.plan.layer.rank_shapes import RankPortion, make_rank_portion
+from moefold.plan.layer.rank_shapes import RankPortion, RankShapes, make_rank_portion
 from moefold.plan.memory.peak_memory import stage_counts
 from moefold.plan.memory.rank_stages import stages_by_rank
 from moefold.plan.memory.resident import resident_state
@@ -344,3 +344,14 @@ def test_the_head_holds_as_many_logits_as_the_plan_says():
         tokens = [module.tokens_of_chunk(1 << 26, words) for module in (moefold_layers, cross_entropy)]
         assert tokens[0] == tokens[1]
         assert tokens[0] * words <= 1 << 26 < 2 * tokens[0] * words or tokens[0] == 1
+
+
+@pytest.mark.parametrize("words", ["", VARIANTS["latent experts"], VARIANTS["no gate in any MLP"]])
+def test_clones_keep_the_weights_of_as_many_experts_as_there_are_slots(words: str):
+    model = resolve_recipe("tiny", words.split()).model
+    layer = transformer(model, 32, BoundKernels(facts_from_config(Config(model=model), "cpu", "fp32"))).blocks[0]
+    experts = [weight for name, weight in layer.named_parameters() if ".experts." in name]
+    of_one = sum(weight[0].numel() for weight in experts)
+    shapes = RankShapes(model, RankPortion(32, ep=2, clone_slots=3), PlanChoices())
+    [entry] = [entry for entry in moefold_layers.dispatch_tensors() if entry.condition(shapes)]
+    assert entry.total_bytes(shapes) == 3 * of_one * PlanChoices().recipe.wide
