@@ -1,7 +1,7 @@
 """Seconds of an optimizer's update on one rank.
 
-An update moves every parameter's gradient, main weight, moments and weight once. Muon beside that runs Newton-Schulz,
-and passes of torch between gradient and weights. Its two figures were measured on an H200 (docs/optimizers.md).
+An update moves every parameter's gradient, main weight, moments and weight once. Muon beside that writes and reads the
+direction and its orthogonal matrix, and runs Newton-Schulz, whose rate was measured on an H200 (docs/optimizers.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
 from moefold.plan.memory.run_setting import RunSetting
 
-MUON_PASS_BYTES = 340  # of a parameter: most are 64-bit random numbers of stochastic rounding
+MUON_PASS_BYTES = 8  # of a parameter: direction and orthogonal matrix, each written and read in bf16
 NEWTON_SCHULZ_RATE = 0.8  # of the peak in bf16, counting plain operations: the Gram form needs half of them
 Matrix = tuple[int, int]
 
