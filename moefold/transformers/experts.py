@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefold.anatomy.activations import ActivationKind
@@ -37,6 +38,7 @@ class HostedExperts:
         self.module = module
         self.kind = kind
         self.dtype = dtype
+        self.has_norm = getattr(module, "has_post_expert_norm", False)  # unknown to transformers before 5.19
         is_gated = module.has_gate
         name = "gate_up_proj" if is_gated else "up_proj"
         self.up_bias = self.bias(f"{name}_bias")
@@ -61,7 +63,7 @@ class HostedExperts:
     @property
     def weight_inside(self) -> bool:
         """Whether the router's weight joins the activation; otherwise it acts last and rounds as in transformers."""
-        return self.kind is not None and not self.module.has_post_expert_norm
+        return self.kind is not None and not self.has_norm
 
     def unfused(self) -> str:
         """What keeps these experts off the fused kernel, or nothing."""
@@ -70,7 +72,7 @@ class HostedExperts:
             return "experts without SwiGLU"
         if module.has_bias:
             return "experts with biases"
-        if module.has_post_expert_norm:
+        if self.has_norm:
             return "experts with a norm"
         if module.is_transposed:
             return "transposed weights"
@@ -98,7 +100,7 @@ class HostedExperts:
             y_RD = multiply(a_RF, weight_EDF, ends_E)
             if self.down_bias is not None:
                 y_RD = add_bias(y_RD, self.down_bias, ends_E, inside_R)
-            if module.has_post_expert_norm:
+            if self.has_norm:
                 y_RD = module.post_expert_norm(y_RD)
             return y_RD
 
@@ -134,9 +136,19 @@ def product_dtype(module: nn.Module, device: torch.device) -> torch.dtype:
     return down.dtype
 
 
+def may_be_expert_parallel(module: Any) -> bool:
+    """Whether choices may be of other ranks' experts. Transformers before 5.19 does not tell: where there are other
+    ranks, choices may be theirs."""
+    known = getattr(module, "_is_expert_parallel", None)
+    if known is not None:
+        return known
+    has_ranks = dist.is_available() and dist.is_initialized()
+    return has_ranks and dist.get_world_size() > 1
+
+
 def arrange(kernels: BoundKernels, ids_NK: Tensor, weights_NK: Tensor, module: Any) -> RowOrder:
     experts = module.num_experts
-    if not module._is_expert_parallel:
+    if not may_be_expert_parallel(module):
         arranged = kernels[arrange_rows](ids_NK, weights_NK, experts)
         return RowOrder(*arranged, holes=False)
     # Choices of other ranks' experts have the number E: their rows are the last, and nothing may read them.
