@@ -1,6 +1,7 @@
 """The low-rank adapters of a model (LoRA): which products have one, of which rank and scale. Torch-free.
 
 y = W x + s B A x       A: rank x inputs, B: outputs x rank; s = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
+y = m (W + s B A) x / |W + s B A|      DoRA, in attention: m and |.|, the length, for each row
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from moefold.config.lora_targets import LoraTarget, parse_targets
 from moefold.config.run import Config, ParallelConfig
 
 EXPERTS = "moe.experts."
+ATTENTION = "attention."
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class AdapterSpec:
     scale: float
     experts: int = 1
     dropout: float = 0.0
+    has_magnitude: bool = False  # of each row of W + s B A, trained
 
     @property
     def parameters(self) -> int:
         """On one rank."""
         widths = self.product.inputs + self.product.outputs
-        return self.experts * self.rank * widths
+        magnitudes = self.product.outputs if self.has_magnitude else 0
+        return self.experts * self.rank * widths + magnitudes
 
 
 def adapter_specs(config: Config) -> list[AdapterSpec]:
@@ -56,9 +60,12 @@ def adapter_specs(config: Config) -> list[AdapterSpec]:
         alpha = target.alpha or lora.alpha
         scale = alpha / (rank**0.5 if lora.rs else rank)
         experts = experts_here if is_grouped(product) else 1
-        specs.append(AdapterSpec(product, rank, alpha, scale, experts, lora.dropout))
+        has_magnitude = lora.dora and product.place.startswith(ATTENTION)
+        specs.append(AdapterSpec(product, rank, alpha, scale, experts, lora.dropout, has_magnitude))
     if not specs:
         raise UserError("lora.targets excludes every product; expected at least one that has an adapter")
+    if lora.dora and not any(spec.has_magnitude for spec in specs):
+        raise UserError("lora.dora = true, but lora.targets names no product of attention, which alone has magnitudes")
     return specs
 
 

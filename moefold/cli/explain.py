@@ -500,6 +500,7 @@ def describe_adapters(config: Config) -> Description | None:
         return None
     ranks = sorted({spec.rank for spec in specs})
     adapters: Description = {"products": len(specs), "ranks": ranks, "parameters": adapter_parameters(config)}
+    adapters["magnitudes"] = sum(spec.has_magnitude for spec in specs)
     wide = BYTES_PER_ELEMENT[expected_facts(config).dtype]
     size = base_size_of_all_ranks(config, wide)
     if size.weights:
@@ -511,6 +512,8 @@ def adapter_line(adapters: Description) -> str:
     ranks = ", ".join(map(str, adapters["ranks"]))
     parameters = human_readable(adapters["parameters"])
     where = f"rank {ranks} at {adapters['products']} products"
+    if adapters["magnitudes"]:
+        where += f", with magnitudes (DoRA) at {adapters['magnitudes']}"
     line = f"LoRA: adapters of {where}, {parameters} parameters; all other parameters are frozen"
     base = adapters.get("base")
     if base is None:

@@ -9,12 +9,17 @@ from moefold.config.rule import ConfigOnRanks, RuleList
 
 RANK = "lora.rank"
 BASE = "lora.base"
+DORA = "lora.dora"
 
 LORA_RULES = RuleList()
 
 
 def has_adapters(c: ConfigOnRanks) -> bool:
     return c.lora.rank > 0
+
+
+def has_blocks(c: ConfigOnRanks) -> bool:
+    return c.lora.base != "plain"
 
 
 def problems_of_targets(c: ConfigOnRanks) -> str:
@@ -49,6 +54,36 @@ def targets_have_a_rank(c: ConfigOnRanks) -> bool:
 )
 def dropout_has_adapters(c: ConfigOnRanks) -> bool:
     return has_adapters(c) or not c.lora.dropout
+
+
+@LORA_RULES.rule(
+    "magnitudes have adapters",
+    (RANK, DORA),
+    why="magnitudes are trained beside adapters",
+    fix="set lora.rank to 16, or lora.dora to false",
+)
+def magnitudes_have_adapters(c: ConfigOnRanks) -> bool:
+    return has_adapters(c) or not c.lora.dora
+
+
+@LORA_RULES.rule(
+    "magnitudes are without dropout",
+    (DORA, "lora.dropout"),
+    why="the product of the weight would have to read dropped inputs too",
+    fix="set lora.dropout to 0, or lora.dora to false",
+)
+def magnitudes_are_without_dropout(c: ConfigOnRanks) -> bool:
+    return not (c.lora.dora and c.lora.dropout)
+
+
+@LORA_RULES.rule(
+    "magnitudes have a plain base",
+    (DORA, BASE),
+    why="lengths of rows are computed in every forward, from weights that are not in blocks",
+    fix="set lora.base to plain, or lora.dora to false",
+)
+def magnitudes_have_a_plain_base(c: ConfigOnRanks) -> bool:
+    return not c.lora.dora or not has_blocks(c)
 
 
 @LORA_RULES.rule(
@@ -89,10 +124,6 @@ def frozen_base_is_not_clipped(c: ConfigOnRanks) -> bool:
 )
 def selection_biases_stay(c: ConfigOnRanks) -> bool:
     return not (has_adapters(c) and c.model.moe.balance.bias_rate > 0)
-
-
-def has_blocks(c: ConfigOnRanks) -> bool:
-    return c.lora.base != "plain"
 
 
 @LORA_RULES.rule(

@@ -338,6 +338,9 @@ class LoraConfig:
     dropout: float = key(
         0.0, "in training, this share of an adapter's inputs is zero, by token; the others grow", at_least=0, below=1
     )
+    dora: bool = key(
+        False, "rows of attention's adapted weights have a trained magnitude, adapters change their direction (DoRA)"
+    )
     targets: tuple[str, ...] = key(
         (),
         "products with adapters by name, the last match counts: `*.attention.*`, `*.moe.experts.*: rank=8 alpha=32`, "

@@ -64,6 +64,7 @@ class Linear(DeclaringModule):
         self.recipe: Recipe = PLAIN
         self.multiply_layers: MultiplyLayers = linear.reference
         self.lora: Callable[[Tensor], Tensor] | None = None  # an adapter beside the weight (precision/low_rank.py)
+        self.rescale: Callable[[Tensor, Tensor], Tensor] | None = None  # of both outputs, for the adapter (DoRA)
         self.drops_inputs = False  # in the adapter, by token
 
     @property
@@ -86,7 +87,9 @@ class Linear(DeclaringModule):
         output = self.unflatten_outputs(y)
         if self.lora is None:
             return output
-        return output + self.lora(x)
+        if self.rescale is None:
+            return output + self.lora(x)
+        return self.rescale(output, self.lora(x))
 
     def weight_and_bias(self) -> WeightAndBias:
         """As matrix and vector."""

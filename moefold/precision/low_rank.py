@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.anatomy.adapters import AdapterSpec
+from moefold.comm.collectives import all_reduce_no_grad
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.linear import linear
 from moefold.kernels.linear.product import PLAIN
@@ -112,6 +113,51 @@ class LowRank(LowRankPair):
         return y
 
 
+class DirectedLowRank(LowRank):
+    """The adapter of a linear layer whose rows have a trained magnitude (DoRA): y = m (W + s B A) x / |W + s B A|, with
+    the length of each row. Lengths have no gradient, as in the paper (https://arxiv.org/abs/2402.09353) and in PEFT."""
+
+    def __init__(self, layer: Linear, spec: AdapterSpec, kernels: BoundKernels):
+        super().__init__(layer.placed_weight, spec, kernels)
+        self.layers = (layer,)  # a tuple, so that torch does not register it here
+        self.borrowed = (layer.weight,)
+        declaration = layer.placed_weight.declaration
+        *outputs, _ = declaration.shape
+        placement = placement_of_b(declaration)
+        self.magnitude = self.declare_parameter("magnitude", *outputs, placement=placement, std=0.0)
+        last = len(outputs)
+        self.axes = [self.world.axis(axis) for dim, axis in declaration.placement.cut if dim == last]
+
+    @torch.no_grad()
+    def row_lengths(self) -> Tensor:
+        """|W + s B A| of every row, without the sum: its square is W W + 2 s (W A^T) B + s^2 (B A A^T) B, summed over
+        the ranks that share out the inputs."""
+        (layer,) = self.layers
+        wide = torch.promote_types(layer.weight.dtype, torch.float32)
+        own = torch.linalg.vector_norm(layer.weight, dim=-1, dtype=wide).square()
+        a = self.a.to(wide)
+        b = self.b.to(wide)
+        low = (layer.weight @ self.a.mT).to(wide) * 2 + self.scale * (b @ (a @ a.mT))
+        squares = own + self.scale * (low * b).sum(-1)
+        for axis in self.axes:
+            all_reduce_no_grad(squares, axis)
+        return squares.clamp_min(0).sqrt()
+
+    @torch.no_grad()
+    def start_magnitude(self) -> None:
+        """The lengths as they are: the layer computes what it did without the adapter, while B is zero."""
+        self.magnitude.copy_(self.row_lengths())
+
+    def rescale(self, output: Tensor, change: Tensor) -> Tensor:
+        """The layer's output, from that of its weight, bias included, and that of B A."""
+        (layer,) = self.layers
+        factor = self.magnitude / self.row_lengths().to(self.magnitude.dtype)
+        if layer.bias is None:
+            return (output + change) * factor
+        bias = layer.bias * layer.bias_factor
+        return (output - bias + change) * factor + bias
+
+
 class GroupedLowRank(LowRankPair):
     """The adapters of all experts in one grouped product each with A and B."""
 
@@ -145,12 +191,23 @@ def attach_adapters(model: nn.Module, specs: Iterable[AdapterSpec], kernels: Bou
         if product is None:
             continue
         weight = placed_weight(product)
-        if isinstance(product, Linear):
+        if isinstance(product, Linear) and spec.has_magnitude:
+            adapter = DirectedLowRank(product, spec, kernels)
+            product.lora = adapter
+            product.rescale = adapter.rescale
+        elif isinstance(product, Linear):
             product.lora = LowRank(weight, spec, kernels)
         else:
             product.lora = GroupedLowRank(weight, spec, kernels)
         product.drops_inputs = spec.dropout > 0
     bind_fused_kernels(model)
+
+
+def start_magnitudes(model: nn.Module) -> None:
+    """Magnitudes of adapters as the rows of their weights are long; on all ranks that share a weight out."""
+    for module in model.modules():
+        if isinstance(module, DirectedLowRank):
+            module.start_magnitude()
 
 
 @contextmanager

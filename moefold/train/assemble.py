@@ -54,7 +54,7 @@ from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
 from moefold.precision.base_blocks import hold_base
 from moefold.precision.fp8_scatter_sum import attach_fp8_sums
-from moefold.precision.low_rank import attach_adapters, without_adapters
+from moefold.precision.low_rank import attach_adapters, start_magnitudes, without_adapters
 from moefold.precision.operand_statistics import OperandStatistics
 from moefold.precision.recipes import RecipeState, attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
@@ -336,6 +336,7 @@ def add_adapters(
     fill_parameters(adapters, config.train.seed)
     if start is not None:
         start(model)
+    start_magnitudes(model)
 
 
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:

@@ -54,6 +54,7 @@ SHAPE_SETTINGS = (
     "model.moe.every",
     "lora.rank",
     "lora.targets",
+    "lora.dora",
     "train.precision",
 )
 NOTED_SETTINGS = (  # a changed value is printed

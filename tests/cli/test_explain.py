@@ -452,7 +452,8 @@ def test_a_run_with_adapters_tells_what_is_trained_and_which_kernel_its_experts_
     model = config.model
     experts = model.layers * model.moe.experts * 16 * (2 * model.hidden + 3 * model.moe.ffn)
     out = model.layers * 4 * (model.hidden + model.attention.heads * model.attention.head_dim)
-    assert found["adapters"] == {"products": 3 * model.layers, "ranks": [4, 16], "parameters": experts + out}
+    expected = {"products": 3 * model.layers, "ranks": [4, 16], "parameters": experts + out, "magnitudes": 0}
+    assert found["adapters"] == expected
     whole = train_flops_per_token(model, config.data.seq_len)
     adapters = 6 * (experts * model.moe.top_k / model.moe.experts + out)
     weights = sum(2 * step.matmul for _, step in prefixed_model_steps(model))

@@ -3,6 +3,8 @@ gradient of its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.placement import sharded_over_experts
 from moefold.layout.token_numbers import computing_tokens
 from moefold.precision.linear import GroupedLinear, Linear, LinearGroup, PlacedWeight
-from moefold.precision.low_rank import LowRankPair, attach_adapters
+from moefold.precision.low_rank import LowRankPair, attach_adapters, start_magnitudes
 from moefold.train.assemble import default_dtype
 from tests.precision.test_linear import numbers
 
@@ -64,6 +66,45 @@ def filled(module: torch.nn.Module, *adapters: AdapterSpec) -> None:
     attach_adapters(module, adapters, KERNELS)
     for i, parameter in enumerate(module.parameters()):
         parameter.data.copy_(numbers(*parameter.shape, seed=i))
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_magnitudes_scale_the_rows_of_the_explicit_sum(rank: int):
+    """y = m (W + s B A) x / |W + s B A| + b by autograd, with a length that has no gradient."""
+    with default_dtype(torch.float64):
+        layers = Projections()
+        filled(layers, *(replace(spec(name, rank), has_magnitude=True) for name in ("query", "out")))
+    x = numbers(2, 5, 8, seed=90).requires_grad_()
+    outputs = layers(x)
+    directions = [numbers(*y.shape, seed=50 + i) for i, y in enumerate(outputs)]
+    torch.autograd.backward(outputs, directions)
+    x2 = x.detach().clone().requires_grad_()
+    leaves: dict[str, Tensor] = {}
+    for name in ("query.lora", "out.lora"):
+        for part in ("a", "b", "magnitude"):
+            leaf = layers.get_parameter(f"{name}.{part}").detach().clone()
+            leaves[f"{name}.{part}"] = leaf.requires_grad_()
+
+    def directed(name: str, weight: Tensor) -> Tensor:
+        a, b, magnitude = (leaves[f"{name}.lora.{part}"] for part in ("a", "b", "magnitude"))
+        whole = weight.detach() + SCALE * b @ a
+        return (magnitude / whole.detach().norm(dim=-1))[..., None] * whole
+
+    assert layers.query.bias is not None
+    q = torch.einsum("bsd,hxd->bshx", x2, directed("query", layers.query.weight)) + layers.query.bias.detach()
+    out = q.flatten(-2) @ directed("out", layers.out.weight).T
+    torch.testing.assert_close(outputs[0], q, rtol=0, atol=1e-12)
+    torch.testing.assert_close(outputs[2], out, rtol=0, atol=1e-12)
+    k = torch.einsum("bsd,hxd->bshx", x2, layers.key.weight.detach())
+    torch.autograd.backward([q, k, out], directions)
+    torch.testing.assert_close(x.grad, x2.grad, rtol=0, atol=1e-11)
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(layers.get_parameter(name).grad, leaf.grad, rtol=0, atol=1e-11)
+    # Lengths of rows: B of zero changes nothing once magnitudes have started.
+    layers.query.lora.b.data.zero_()  # pyright: ignore
+    before = torch.einsum("bsd,hxd->bshx", x, layers.query.weight) + layers.query.bias
+    start_magnitudes(layers)
+    torch.testing.assert_close(layers.query(x), before, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rank", [1, 4])

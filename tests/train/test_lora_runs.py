@@ -143,10 +143,10 @@ def test_the_base_stays_and_every_expert_that_got_tokens_moves():
     assert states < adapters + 128 * len(list(run.model.parameters()))  # gaps between parameters aside
 
 
-LAYOUTS: dict[str, tuple[str, Changes]] = {
-    "tp and ep": ("deepseek-v3", {"parallel": ParallelConfig(tp=2, ep=2)}),
-    "etp, cp": ("qwen3-30b-a3b", {"parallel": ParallelConfig(cp=2, etp=2, ep=2)}),
-    "stages": ("tiny", {"parallel": ParallelConfig(pp=2, ep=2)}),
+LAYOUTS: dict[str, tuple[str, LoraConfig, Changes]] = {
+    "tp and ep, magnitudes": ("deepseek-v3", replace(LORA, dora=True), {"parallel": ParallelConfig(tp=2, ep=2)}),
+    "tp, cp, etp": ("qwen3-30b-a3b", DROPS, {"parallel": ParallelConfig(tp=2, cp=2, etp=2, ep=2)}),
+    "stages": ("tiny", DROPS, {"parallel": ParallelConfig(pp=2, ep=2)}),
 }
 
 
@@ -159,8 +159,8 @@ def traced(world: World, config: Config) -> Trace:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_of_four_ranks_are_equal_to_one(name: str):
-    preset, changes = LAYOUTS[name]
-    config = config_of(preset, 4, lora=DROPS, **changes)
+    preset, lora, changes = LAYOUTS[name]
+    config = config_of(preset, 4, lora=lora, **changes)
     expected = traced(single_rank_world(), single_rank_config(config))
     ranks = run_ranks(traced, 4, config)
     assert first_mismatch(expected, ranks, 1e-9) is None

@@ -1,4 +1,5 @@
-"""Weights with their adapters merged, W + s B A, a box at a time; and the adapters of a model by its weights."""
+"""Weights with their adapters merged, W + s B A, with magnitudes if there are some, a box at a time; and the adapters
+of a model by its weights."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ class WeightAdapter:
     spec: AdapterSpec
     a: str
     b: str
+    magnitude: str = ""  # of rows; empty: there is none
 
     @property
     def is_grouped(self) -> bool:
@@ -46,7 +48,9 @@ def weight_adapters(config: Config) -> WeightAdapters:
         product = prefix + product_place(weight.name)
         if product in spec_of:
             spec = spec_of[product]
-            adapters[prefix + weight.name] = WeightAdapter(spec, f"{product}.lora.a", f"{product}.lora.b")
+            magnitude = f"{product}.lora.magnitude" if spec.has_magnitude else ""
+            adapter = WeightAdapter(spec, f"{product}.lora.a", f"{product}.lora.b", magnitude)
+            adapters[prefix + weight.name] = adapter
     return adapters
 
 
@@ -58,15 +62,27 @@ class MergedWeights:
     adapters: WeightAdapters
 
     def fetch_box(self, name: str, box: Box) -> Tensor:
-        base = self.fetch_base(name, box)
         adapter = self.adapters.get(name)
         if adapter is None:
-            return base
+            return self.fetch_base(name, box)
+        rows = box
+        if adapter.magnitude:  # whose lengths are those of whole rows
+            rows = *box[:-1], (0, adapter.spec.product.inputs)
+        base = self.fetch_base(name, rows)
+        merged = self.with_change(base, rows, adapter)
+        if adapter.magnitude:
+            magnitude = self.fetch_base(adapter.magnitude, rows[:-1])
+            lengths = torch.linalg.vector_norm(merged, dim=-1)
+            merged *= (magnitude / lengths).unsqueeze(-1)
+            merged = merged.narrow(-1, *box[-1])
+        return merged.to(base.dtype)
+
+    def with_change(self, base: Tensor, box: Box, adapter: WeightAdapter) -> Tensor:
+        """W + s B A, in fp32 at least."""
         a = self.fetch_base(adapter.a, adapter.box_of_a(box))
         b = self.fetch_base(adapter.b, adapter.box_of_b(box))
         wide = torch.promote_types(base.dtype, torch.float32)
         first_output = int(adapter.is_grouped)
         matrices = b.to(wide).flatten(first_output, -2)
         change = matrices @ a.to(wide)
-        merged = base.to(wide) + adapter.spec.scale * change.view_as(base)
-        return merged.to(base.dtype)
+        return base.to(wide) + adapter.spec.scale * change.view_as(base)

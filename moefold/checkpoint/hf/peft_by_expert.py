@@ -26,6 +26,8 @@ Pair = tuple[Tensor, Tensor, float]
 def peft_adapter_by_expert(table: NameTable, adapters: WeightAdapters, fetch: FetchBox) -> PeftAdapter:
     """Adapters under the names of a family whose files have each expert's matrices by themselves."""
     refuse_layers_ahead(adapters)
+    if any(adapter.magnitude for adapter in adapters.values()):
+        raise UserError("adapters have magnitudes (DoRA), which vLLM and SGLang do not read; merge them with --to hf")
     pairs: dict[str, Pair] = {}
     for theirs, pieces in table.pieces_by_theirs.items():
         adapted = [piece for piece in pieces if piece.ours in adapters]

@@ -47,6 +47,7 @@ class PeftAdapter:
     parameters: list[str] = field(default_factory=list[str])
     ranks: dict[str, int] = field(default_factory=dict[str, int])
     alphas: dict[str, float] = field(default_factory=dict[str, float])
+    has_magnitudes: bool = False
 
     def add(self, target: str, module: str, a: Tensor, b: Tensor, rank: int, scale: float) -> None:
         """Add a target: the name of a module, or of a parameter. `module`: the name of the wrapper of its tensors."""
@@ -72,6 +73,7 @@ class PeftAdapter:
             "lora_alpha": whole_if_possible(self.lora.alpha),
             "lora_dropout": 0.0,
             "use_rslora": self.lora.rs,
+            "use_dora": self.has_magnitudes,
             "bias": "none",
             "fan_in_fan_out": False,
             "target_modules": self.modules,
@@ -88,13 +90,16 @@ def whole_if_possible(x: float) -> float | int:
 def peft_adapter(table: NameTable, adapters: WeightAdapters, lora: LoraConfig, fetch: FetchBox) -> PeftAdapter:
     """Adapters under the names of a family. Those of layers that the family's models do not have are refused."""
     refuse_layers_ahead(adapters)
-    result = PeftAdapter(lora)
+    refuse_some_magnitudes(adapters)
+    result = PeftAdapter(lora, has_magnitudes=lora.dora)
     for theirs, pieces in table.pieces_by_theirs.items():
         dense = [piece for piece in pieces if piece.ours in adapters and not adapters[piece.ours].is_grouped]
         if dense:
             a, b, scale = their_pair(dense, adapters, fetch)
             module = theirs.removesuffix(".weight")
             result.add(module, module, a, b, len(a), scale)
+            if lora.dora:
+                result.tensors[f"{ROOT}{module}.lora_magnitude_vector"] = their_magnitude(pieces, adapters, fetch)
     by_module: dict[str, list[str]] = {}  # our weights by their module of experts
     for name, adapter in adapters.items():
         if adapter.is_grouped:
@@ -115,6 +120,34 @@ def refuse_layers_ahead(adapters: WeightAdapters) -> None:
             f"{ahead[0]} has an adapter, and models of transformers have no layers of multi-token prediction; "
             "write merged weights with --to hf, or train with lora.targets that leave ahead.* out"
         )
+
+
+def refuse_some_magnitudes(adapters: WeightAdapters) -> None:
+    """Refuse magnitudes beside adapters without: PEFT has DoRA for all targets, and not for parameters."""
+    without = [name for name, adapter in adapters.items() if not adapter.magnitude]
+    if without and len(without) < len(adapters):
+        raise UserError(
+            f"{without[0]} has an adapter without magnitudes, and PEFT has DoRA for all targets or for none; "
+            'write merged weights with --to hf, or train with lora.targets = "*.attention.*"'
+        )
+
+
+def their_magnitude(pieces: list[MappedPiece], adapters: WeightAdapters, fetch: FetchBox) -> Tensor:
+    """The magnitudes of the rows of one of their matrices; of rows without an adapter their lengths."""
+    joined: Tensor | None = None
+    for piece in pieces:
+        box = piece.box_in_ours
+        adapter = adapters.get(piece.ours)
+        if adapter is None:
+            values = torch.linalg.vector_norm(fetch(piece.ours, box), dim=-1)
+        else:
+            values = fetch(adapter.magnitude, box[:-1])
+        column = piece.with_inputs(1)
+        if joined is None:
+            joined = values.new_empty(column.their_shape)
+        write_piece_values(column, values.unsqueeze(-1), joined)
+    assert joined is not None
+    return joined.flatten()
 
 
 def their_pair(

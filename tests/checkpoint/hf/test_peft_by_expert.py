@@ -11,14 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moefold.checkpoint.hf.config_json import family_for_model
 from moefold.checkpoint.hf.export import GatheredBoxes, iterate_hf_tensors
 from moefold.checkpoint.hf.merged_weights import MergedWeights, weight_adapters
 from moefold.checkpoint.hf.peft_by_expert import peft_adapter_by_expert
-from moefold.checkpoint.hf.peft_folder import write_adapter
+from moefold.checkpoint.hf.peft_folder import peft_adapter, write_adapter
 from moefold.checkpoint.hf.read_weights import local_tensors
 from moefold.config.errors import UserError
-from moefold.config.run import LoraConfig
+from moefold.config.run import Config, LoraConfig
 from moefold.layout.axes import single_rank_world
+from moefold.presets.zoo import PRESETS
 from tests.checkpoint.hf.test_peft_folder import LORA, UNEVEN, adapted_model, close
 from tests.support.hf_models import CASES, make, save, tokens
 
@@ -77,6 +79,17 @@ def peft_gives_our_logits(theirs: torch.nn.Module, adapter: Path, ours: torch.nn
     wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
     with torch.no_grad():
         close(wrapped(ids).logits, ours.logits(ids))
+
+
+def test_magnitudes_are_refused_where_readers_have_none():
+    model = replace(PRESETS["qwen3-30b-a3b"]().model, layers=1)
+    config = Config(model=model, lora=LoraConfig(rank=2, dora=True))
+    table = family_for_model(model).name_table(model)
+    adapters = weight_adapters(config)
+    with pytest.raises(UserError, match="which vLLM and SGLang do not read; merge them"):
+        peft_adapter_by_expert(table, adapters, lambda name, box: torch.zeros(()))
+    with pytest.raises(UserError, match="PEFT has DoRA for all targets or for none"):
+        peft_adapter(table, adapters, config.lora, lambda name, box: torch.zeros(()))
 
 
 def test_a_family_without_names_of_experts_is_refused(tmp_path: Path):

@@ -45,6 +45,8 @@ CHOSEN = {
     "qwen3": LORA,
     "qwen3 dense layers, window": replace(LORA, targets=("*.dense.*", "*.experts.down_product", "*.out: rank=1")),
     "qwen2": LORA,
+    "qwen2 window, normalised, dense layers": LoraConfig(rank=3, dora=True, targets=("*.attention.*",)),
+    "deepseek v3 yarn, no query latent, biased": LoraConfig(rank=2, dora=True, targets=("*.key", "*.latent", "*.out")),
     "mixtral": replace(LORA, rs=True),
     "deepseek v3": UNEVEN,
     "deepseek v2": LORA,
@@ -68,6 +70,8 @@ def adapted_model(folder: Path, lora: LoraConfig) -> tuple[Transformer, Config, 
     for name, parameter in ours.named_parameters():
         if name.endswith(".lora.b"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        elif name.endswith(".lora.magnitude"):
+            parameter.data.mul_(1 + torch.rand(parameter.shape, generator=generator))
     return ours, config, described
 
 
@@ -123,7 +127,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
     assert error < tolerance * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("case", ["gpt-oss", "deepseek v3"])
+@pytest.mark.parametrize("case", ["gpt-oss", "deepseek v3", "deepseek v3 yarn, no query latent, biased"])
 def test_merged_weights_are_the_explicit_sum(case: str, tmp_path: Path):
     """transformers loads them and computes what our model with adapters does."""
     kind, options = CASES[case]
