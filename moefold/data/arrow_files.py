@@ -46,7 +46,7 @@ def open_parquet(path: Path) -> Any:
 
     try:
         return parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as Parquet ({first_line(error)}); write it again") from None
 
 
@@ -86,7 +86,7 @@ def arrow_entries(path: Path, column: str | None) -> Entries:
     open_source = ipc.open_file if is_file else ipc.open_stream
     try:
         opened = open_source(source)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as Arrow ({first_line(error)}); write it again") from None
     require_column(path, opened.schema.names, column)
     batches = file_batches(opened) if is_file else opened
@@ -113,6 +113,7 @@ def column_entries(path: Path, batches: Iterator[Any], column: str | None, rows_
     make_entry = row_record if column is None else value_entry
     try:
         for batch in batches:
+            batch.validate(full=True)  # of a damaged file pyarrow would read memory that is none of its own
             values = batch.to_struct_array() if column is None else batch.column(column)
             for value in values:
                 row += 1

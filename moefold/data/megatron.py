@@ -68,15 +68,25 @@ def megatron_entries(path: Path) -> Entries:
     """The documents of PREFIX.bin. `path` is either file of the pair."""
     data, index_path = data_and_index(path)
     index = read_megatron_index(index_path)
-    tokens = np.memmap(data, index.dtype, "r")
+    tokens = map_tokens(data, index.dtype)
     bounds = index.documents.tolist()
     sequences = len(index.lengths)
     if not bounds or bounds[-1] != sequences:
         bounds.append(sequences)  # some writers leave out where the last document ends
+    if bounds[0] < 0 or any(first > last for first, last in pairwise(bounds)):
+        raise UserError(f"{index_path} has documents that do not follow one another; write it again")
     for number, (first, last) in enumerate(pairwise(bounds)):
         place = f"{data}, document {number}"
         if first < last:
             yield document_entry(tokens, index, first, last, place)
+
+
+def map_tokens(data: Path, dtype: np.dtype) -> np.ndarray:
+    """The tokens of a .bin file, without a last one that is not whole."""
+    whole = data.stat().st_size // dtype.itemsize
+    if not whole:
+        return np.empty(0, dtype)  # nothing cannot be mapped
+    return np.memmap(data, dtype, "r", shape=(whole,))
 
 
 def document_entry(
@@ -94,6 +104,8 @@ def document_entry(
         length = int(index.lengths[sequence])
         start = offset // size
         stop = start + length
+        if offset < 0 or length < 0:
+            return BadEntry(f"{place} has {length} tokens at offset {offset}; expected numbers from 0 on")
         if stop > len(tokens):
             return BadEntry(f"{place} ends at offset {stop * size}; expected at most {len(tokens) * size}")
         parts.append(tokens[start:stop])

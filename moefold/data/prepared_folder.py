@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from moefold.config.errors import UserError
+from moefold.config.errors import UserError, printable_text
 from moefold.data.shards import ShardFacts, write_durably
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 FORMAT, VERSION, MASKED_VERSION = "moefold-tokens", 1, 2  # a folder with masks is of a version of its own
 INDEX_NAME = "index.json"
+LARGEST_COUNT = 1 << 48
+TOKEN_DTYPES = ("|u1", "<u2", "<u4")  # as numpy writes them
+PLAIN_KINDS = {"plan": str, "vocabulary": str, "vocab_size": int, "end": int, "held_out": float, "skipped": int}
 SIDES = ("train", "held_out")
 
 
@@ -90,19 +93,44 @@ def read_index(folder: Path) -> PreparedIndex:
         content = {}
     if not same:
         raise UserError(f"{path} differs from what was written (sha256); copy it again, or prepare the data again")
-    kind = content.pop("format")
-    version = content.pop("version")
+    kind = content.pop("format", None)
+    version = content.pop("version", None)
     if kind != FORMAT or version not in (VERSION, MASKED_VERSION):
         legal = f"{VERSION} or {MASKED_VERSION}"
-        raise UserError(f"{path} is {kind} of version {version}; expected {FORMAT} of version {legal}")
+        found = printable_text(f"{kind} of version {version}")
+        raise UserError(f"{path} is {found}; expected {FORMAT} of version {legal}")
+    try:
+        return parse_index(content, version == MASKED_VERSION)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        reason = printable_text(repr(error))
+        raise UserError(f"{path} is no index of prepared data ({reason}); prepare the data again") from None
+
+
+def parse_index(content: dict[str, Any], has_masks: bool) -> PreparedIndex:
+    """The index that an object of JSON describes; what Python raises for other objects, where it is none."""
     sides: dict[str, tuple[ShardFacts, ...]] = {}
-    for side, listed in content["shards"].items():
-        shards = [ShardFacts(*facts) for facts in listed]
+    for side in SIDES:
+        shards = [ShardFacts(*facts) for facts in content["shards"][side]]
+        for facts in shards:
+            require_sound_facts(facts)
         sides[side] = tuple(shards)
-    content["sources"] = tuple(content["sources"])
-    content["shards"] = sides
-    content["has_masks"] = version == MASKED_VERSION
-    return PreparedIndex(**content)
+    for name, kind in PLAIN_KINDS.items():
+        if type(content[name]) is not kind:
+            raise ValueError(f"{name} = {content[name]!r:.50}")
+    if content["dtype"] not in TOKEN_DTYPES:
+        raise ValueError(f"dtype = {content['dtype']!r:.50}")
+    sources = tuple(map(str, content["sources"]))
+    read = {**content, "sources": sources, "shards": sides, "has_masks": has_masks}
+    return PreparedIndex(**read)
+
+
+def require_sound_facts(facts: ShardFacts) -> None:
+    """Refuse facts that no shard can have, such as a name that leaves the folder."""
+    numbers = (facts.documents, facts.tokens, facts.crc32)
+    legal = all(type(number) is int and 0 <= number < LARGEST_COUNT for number in numbers)
+    is_name = isinstance(facts.name, str) and facts.name.isprintable() and Path(facts.name).name == facts.name
+    if not legal or not is_name:
+        raise ValueError(f"a shard {tuple(facts)!r:.200}")
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:

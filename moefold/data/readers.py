@@ -37,6 +37,8 @@ from moefold.data.file_kinds import file_kind
 from moefold.data.megatron import data_and_index, megatron_entries
 
 RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")  # also compressed
+LARGEST_TEXT = 1 << 30  # bytes of one document out of a compressed file: a small file may hold any number of them
+SHOWN_LETTERS = 200  # of another library's message
 KIND_BYTES = 4096  # of a file's beginning, by which its kind is recognised
 BROKEN_STREAM = (EOFError, OSError, zlib.error)
 
@@ -268,9 +270,11 @@ def stream_entries(piece: Piece, file: IO[bytes], field: str | None) -> Entries:
             yield BadEntry(f"{piece.path} breaks off behind line {stream.count}: {stream.broken}; copy it again")
         return
     try:
-        raw = file.read()
+        raw = file.read(LARGEST_TEXT + 1)
     except BROKEN_STREAM as error:
         raise UserError(f"{piece.path} breaks off: {error}; copy it again") from None
+    if len(raw) > LARGEST_TEXT:
+        raise UserError(f"{piece.path} holds more than {LARGEST_TEXT >> 20} MiB in one text; cut it into several")
     yield from text_entries(inner, raw)
 
 
@@ -285,11 +289,13 @@ class SoundLines:
     def __iter__(self) -> Iterator[bytes]:
         while True:
             try:
-                line = self.file.readline()
+                line = self.file.readline(LARGEST_TEXT + 1)
             except BROKEN_STREAM as error:
                 self.broken = error
                 return
-            if not line:
+            if len(line) > LARGEST_TEXT:
+                self.broken = ValueError(f"a line of more than {LARGEST_TEXT >> 20} MiB")
+            if not line or self.broken:
                 return
             self.count += 1
             yield line
@@ -328,8 +334,11 @@ def read_numpy(piece: Piece, field: str | None) -> Entries:
     path = piece.path
     try:
         ids = np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise UserError(f"{path} is no array of numbers ({error}); expected token ids") from None
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python, and so fails in many ways
+        reason = printable_text(str(error))[:SHOWN_LETTERS]
+        raise UserError(f"{path} is no array of numbers ({reason}); expected token ids") from None
     is_whole = ids.dtype.kind in "iu"
     if not is_whole or ids.ndim not in (1, 2):
         raise UserError(f"{path} holds {ids.dtype} {list(ids.shape)}; expected whole numbers, one or two dimensions")

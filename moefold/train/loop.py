@@ -476,9 +476,6 @@ class TrainingLoop:
                 if ended_by is not None:
                     return ended_by
         recorder.progress.close()
-        stall = self.memory.describe_stall()
-        if stall is not None:
-            self.say(stall)
         if run.config.train.sample_tokens:
             with slow_phase("sample"):
                 self.say(f"a sample:\n{sample_text(run, SAMPLE_PROMPT)}")

@@ -195,6 +195,8 @@ class MemoryCheckpoints:
         thread = self.saver.thread if self.saver else None
         if thread and not (kind and issubclass(kind, KeyboardInterrupt)):
             thread.join()
+        if kind is None and self.began_saving is not None:
+            self.say(self.describe_stall(self.began_saving))
 
     def begin(self, run: Run) -> None:
         """Begin a save, when the one before is done. If that has failed, on all ranks alike, there are no more."""
@@ -229,12 +231,9 @@ class MemoryCheckpoints:
     def has_saved(self) -> bool:
         return self.began_saving is not None
 
-    def describe_stall(self) -> str | None:
-        """For how long training has waited in all, and which share of its time since the first save that is; None
-        where nothing was saved."""
-        if self.began_saving is None:
-            return None
-        share = self.waited_in_all / (time.monotonic() - self.began_saving)
+    def describe_stall(self, began_saving: float) -> str:
+        """For how long training has waited in all, and which share of its time since the first save that is."""
+        share = self.waited_in_all / (time.monotonic() - began_saving)
         return f"training waited {self.waited_in_all:.2f} s for checkpoints in memory: {share:.2%} of its time"
 
     def take_waited(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -34,6 +34,7 @@ AsyncReply = Callable[[JsonObject], Awaitable[Reply]]
 
 MAX_QUESTION_BYTES = 16_384
 MAX_CONCURRENT = 2  # searches, and other answers, at the same time
+CLIENT_LEFT = 499
 ANSWER_SECONDS = 60.0  # that one layout may take, or the legal values of the sliders
 SEARCH_SECONDS = 600.0
 PLANNER_STYLES = ("page.css", "planner.css")
@@ -95,7 +96,7 @@ class PlannerEndpoints:
     async def answer_in_slot(self, request: Request, kind: str, raw: JsonObject) -> Reply:
         async with self.slots:
             if await request.is_disconnected():  # the slider moved on while the question waited
-                return 499, {}
+                return CLIENT_LEFT, {}
             return await self.processes.ask(request, kind, raw, ANSWER_SECONDS)
 
     async def search_layouts(self, request: Request, raw: JsonObject) -> Reply:
@@ -115,6 +116,8 @@ async def respond_json(request: Request, reply: AsyncReply) -> Response:
     except UserError as refused:
         problems = list(refused.problems)
         return JSONResponse({"problems": problems}, 400)
+    except ClientDisconnect:  # before the whole question was there
+        return JSONResponse({}, CLIENT_LEFT)
     status, body = await reply(raw)
     return JSONResponse(body, status)
 

@@ -9,7 +9,7 @@ import pytest
 
 from moefold.config.errors import UserError
 from moefold.data import prepare
-from moefold.data.prepared_folder import PreparedIndex, read_index
+from moefold.data.prepared_folder import PreparedIndex, content_digest, read_index
 from moefold.data.shards import BLOCK_BYTES, Shard
 from moefold.data.tokenizer import load_tokenizer
 from tests.support.prepared import opened, prepared, small_sizes, varied_texts, write_jsonl
@@ -147,12 +147,25 @@ def test_absent_cut_and_changed_files_are_named(ending: str, folder: Path):
 
 def test_a_changed_index_is_refused(folder: Path):
     index = folder / "index.json"
+    sound = json.loads(index.read_text())
+    del sound["sha256"]
     index.write_text(index.read_text().replace('"end": 0', '"end": 1'))
     with pytest.raises(UserError, match=r"index\.json differs from what was written"):
         read_index(folder)
     index.write_text("[]")
     with pytest.raises(UserError, match=r"differs from what was written"):
         read_index(folder)
+    for change in (
+        {"more": 1},
+        {"dtype": "O"},
+        {"end": "0"},
+        {"shards": []},
+        {"shards": {"train": [["../x", 1, 1, 1]], "held_out": []}},
+    ):
+        changed = {**sound, **change}
+        index.write_text(json.dumps({**changed, "sha256": content_digest(changed)}))
+        with pytest.raises(UserError, match=r"is no index of prepared data"):
+            read_index(folder)
     index.unlink()
     with pytest.raises(UserError, match="holds no prepared data"):
         read_index(folder)

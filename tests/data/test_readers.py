@@ -11,6 +11,7 @@ import pytest
 from pyarrow import ipc, parquet
 
 from moefold.config.errors import UserError
+from moefold.data import readers
 from moefold.data.entries import BadEntries, cut_behind, entry_documents
 from moefold.data.megatron import read_megatron_index, write_megatron
 from moefold.data.readers import Piece, cut_file, read_piece
@@ -119,7 +120,10 @@ def test_objects_in_an_array_are_not_unpickled(tmp_path: Path):
     assert "float64" in refusal(tmp_path / "x.npy")
 
 
+NUMPY_HEADER = b"\x93NUMPY\x01\x00\x76\x00"
 DAMAGES: dict[str, tuple[bytes, str]] = {
+    "x.npy": (NUMPY_HEADER + b"[" * 118, "x.npy is no array of numbers"),
+    "y.npy": (b"", "y.npy is no array of numbers"),
     "x.jsonl": (b'{"text": "a"}\n{"text": 5}\n{"text": "c"}\nno\n\xff\n', "line 2 has the fields text"),
     "x.jsonl.gz": (gzip.compress(lines())[:-60], "x.jsonl.gz breaks off behind line"),
     "x.parquet": (b"PAR1 nonsense PAR1", "x.parquet cannot be read as Parquet"),
@@ -177,6 +181,42 @@ def test_megatron_files_have_the_published_layout(tmp_path: Path):
     (tmp_path / "x.idx").write_bytes(raw[:-4])
     with pytest.raises(UserError, match="breaks off at offset"):
         read_megatron_index(tmp_path / "x.idx")
+
+
+def test_a_megatron_index_whose_numbers_lead_elsewhere_is_refused(tmp_path: Path):
+    """Of two documents: the length and place of the second sequence, and where the second document begins."""
+    write_megatron(tmp_path / "x", [np.array([65, 66]), np.array([67, 68])], 256)
+    raw = (tmp_path / "x.idx").read_bytes()
+    for place, kind, number, says in ((38, "<i4", -1, "has -1 tokens"), (50, "<i8", -4, "at offset -4")):
+        value = np.array(number, kind).tobytes()
+        (tmp_path / "x.idx").write_bytes(raw[:place] + value + raw[place + len(value) :])
+        assert says in refusal(tmp_path / "x.bin")
+    for number in (-1, 9, 1 << 60):
+        (tmp_path / "x.idx").write_bytes(raw[:66] + np.array(number, "<i8").tobytes() + raw[74:])
+        assert "documents that do not follow one another" in refusal(tmp_path / "x.bin")
+    (tmp_path / "x.idx").write_bytes(raw)
+    (tmp_path / "x.bin").write_bytes(b"")
+    assert "expected at most 0" in refusal(tmp_path / "x.bin")
+
+
+def test_an_arrow_file_whose_offsets_lead_out_of_it_is_a_bad_entry(tmp_path: Path):
+    """Pyarrow would end the process, or read what is not of the file."""
+    write_table(tmp_path / "x.arrow", "stream", ["abcdefgh"] * 4)
+    raw = (tmp_path / "x.arrow").read_bytes()
+    offsets = np.arange(0, 40, 8, dtype="<i4")
+    place = raw.index(offsets.tobytes())
+    offsets[3] = 50331648
+    (tmp_path / "x.arrow").write_bytes(raw[:place] + offsets.tobytes() + raw[place + offsets.nbytes :])
+    assert "x.arrow cannot be read behind row 0" in refusal(tmp_path / "x.arrow")
+
+
+@pytest.mark.parametrize("name", ["x.txt.gz", "x.jsonl.gz"])
+def test_a_small_file_that_holds_much_in_one_text_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(readers, "LARGEST_TEXT", 1 << 20)
+    (tmp_path / name).write_bytes(gzip.compress(b"x" * (2 << 20)))
+    assert "more than 1 MiB" in refusal(tmp_path / name)
 
 
 def test_a_megatron_document_beyond_its_data_is_a_bad_entry(tmp_path: Path):

@@ -3,6 +3,9 @@
     python -m tests.support.fuzz_inputs words --cases 10000         command lines of commands that train nothing
     python -m tests.support.fuzz_inputs configs --cases 1000        YAML files
     python -m tests.support.fuzz_inputs checkpoints --cases 500     checkpoints with changed and resealed JSON
+    python -m tests.support.fuzz_inputs data --cases 1000           files of data of every kind, prepared folders
+    python -m tests.support.fuzz_inputs models --cases 300          folders of Hugging Face models
+    python -m tests.support.fuzz_requests --cases 300               requests to `moefold web`
 
 Printed: the seed, every case that failed with its number, and the largest memory of the process. The exit code is the
 number of failed cases, at most 100.
@@ -24,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moefold.checkpoint.format.manifest import MANIFEST_FILE, DamagedCheckpoint, seal_manifest, unseal_manifest
 from moefold.checkpoint.format.verify import require_run_position, verify_checkpoint
@@ -33,12 +35,13 @@ from moefold.config.errors import UserError
 from moefold.config.keys import iterate_keys
 from moefold.config.run import Config
 from moefold.presets.recipe import resolve_recipe
+from tests.support.fuzz_files import fuzz_data, fuzz_model
+from tests.support.odd_bytes import change_somewhere
 
 KEYS = [key.path for key in iterate_keys(Config())]
 COMMANDS = ["explain", "presets", "simulate", "ckpt", "report", "convert", "trian", "--version", "", "doctor hang"]
 ODD_VALUES = ["", "-1", "0", "1e999", "nan", "9" * 5000, "0" * 5000 + "1", "\x1b[2J", "\ud800", "true", "[", "{", "a,b"]
 ODD_VALUES += ["*", "&a", "<<", "!!python/object:os.system", "../../etc/passwd", "/dev/null", "x" * 5000, "1_0", "0x1f"]
-ODD_JSON: list[Any] = [None, -1, 10**30, 1e308, float("inf"), float("nan"), True, "", "\ud800", [], {}, [[]], "a" * 999]
 
 
 def fuzz_words(folder: Path, chance: random.Random) -> str:
@@ -104,21 +107,6 @@ def fuzz_checkpoint(folder: Path, chance: random.Random) -> str:
     return ""
 
 
-def change_somewhere(content: Any, chance: random.Random) -> None:
-    """Replace, add or remove something at a random depth of a JSON value."""
-    while isinstance(content, dict) and content:
-        key = chance.choice(list(content))
-        if chance.random() < 0.5 and isinstance(content[key], dict):
-            content = content[key]
-            continue
-        kind = chance.randrange(3)
-        if kind == 0:
-            del content[key]
-        else:
-            content[key if kind == 1 else chance.choice(["\ud800", "", "\x1b", "sha256"])] = chance.choice(ODD_JSON)
-        return
-
-
 def save_small_checkpoint(folder: Path) -> None:
     import torch
 
@@ -135,6 +123,8 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
     "words": fuzz_words,
     "configs": fuzz_config,
     "checkpoints": fuzz_checkpoint,
+    "data": fuzz_data,
+    "models": fuzz_model,
 }
 
 
