@@ -349,7 +349,7 @@ def test_the_head_holds_as_many_logits_as_the_plan_says():
 @pytest.mark.parametrize("words", ["", VARIANTS["latent experts"], VARIANTS["no gate in any MLP"]])
 def test_clones_keep_the_weights_of_as_many_experts_as_there_are_slots(words: str):
     model = resolve_recipe("tiny", words.split()).model
-    layer = transformer(model, 32, BoundKernels(facts_from_config(Config(model=model), "cpu", "fp32"))).blocks[0]
+    layer = transformer(model, 32, BoundKernels(facts_from_config(Config(model=model), "cpu", "fp32"))).blocks[1]
     experts = [weight for name, weight in layer.named_parameters() if ".experts." in name]
     of_one = sum(weight[0].numel() for weight in experts)
     shapes = RankShapes(model, RankPortion(32, ep=2, clone_slots=3), PlanChoices())
