@@ -46,7 +46,8 @@ def sized(layers: int, ranks: int) -> Config:
     small = shrink_config(replace(tiny, model=replace(tiny.model, moe=moe)), ranks)
     moe = replace(small.model.moe, experts=EXPERTS, top_k=2)
     train = replace(small.train, precision="fp64", global_batch=ranks, micro_batch=1)
-    return replace(small, model=replace(small.model, moe=moe, layers=layers), train=train)
+    optim = replace(small.optim, warmup=1, lr=0.01)
+    return replace(small, model=replace(small.model, moe=moe, layers=layers), train=train, optim=optim)
 
 
 def skew_routing(run: Run) -> None:

@@ -64,6 +64,16 @@ def test_where_steps_are_joined_violations_and_deaths_tell_the_worst_and_the_res
     assert first == {name: [2] if name in ("max_violation", "dead_experts") else [1.5] for name in names}
 
 
+def test_rows_of_the_largest_rank_are_told_of_the_worst_layer_where_experts_are_cloned(tmp_path: Path):
+    folder = run_folder(tmp_path / "a")
+    assert "rank_rows" not in summarize_run(folder, "a", 1)["curves"]
+    line = {"step": 1, "rank_rows": [1.0, 1.1], "rank_rows_without": [2.5, 1.2]}
+    write_lines(folder / "metrics.jsonl", [line])
+    curves = summarize_run(folder, "a", 1)["curves"]
+    assert curves["rank_rows"]["mean"] == [1.1]
+    assert curves["rank_rows_without"]["mean"] == [2.5]
+
+
 def test_loads_are_joined_until_they_fit():
     series = LoadSeries(cells=19)
     for step in range(1, 9):

@@ -147,8 +147,9 @@ class MoeSublayer(nn.Module):
         rows = self.sending(self.dispatcher.dispatch, tokens, receipt)
         if receipt.clones is not None:
             rows = rows._replace(clones=self.clones(receipt.clones))
-            figures = self.clones.figures(receipt.clones)
-            self.router.load.note_clones(figures)
+            if self.training:
+                figures = self.clones.figures(receipt.clones)
+                self.router.load.note_clones(figures)
         if self.experts.draws_by_token:
             count = len(tokens)
             number_N = self.dispatch_numbers(count, receipt)
