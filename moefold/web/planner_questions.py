@@ -18,6 +18,7 @@ from moefold.plan.machine.gpu import known_gpu_names
 from moefold.plan.request import read_request
 from moefold.presets.zoo import PRESETS
 from moefold.web.legal_layouts import legal_layouts
+from moefold.web.own_model import own_model
 
 RawQuestion = Mapping[str, Any]
 JsonObject = dict[str, Any]
@@ -50,6 +51,10 @@ def ask_legal_layouts(raw: RawQuestion) -> Reply:
     return reply_or_refusal(lambda request: legal_layouts(request, hold), request)
 
 
+def ask_own_model(raw: RawQuestion) -> Reply:
+    return reply_or_refusal(own_model, raw)
+
+
 def ask_needs_search(raw: RawQuestion) -> Reply:
     """Whether an answer needs a search, which takes seconds."""
     return reply_or_refusal(needs_search, raw)
@@ -63,6 +68,7 @@ def needs_search(raw: RawQuestion) -> JsonObject:
 QUESTIONS = {
     "answer": ask_plan_answer,
     "legal": ask_legal_layouts,
+    "model": ask_own_model,
 }
 
 

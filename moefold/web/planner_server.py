@@ -3,6 +3,7 @@
     GET  /         the page
     POST /answer   a request of plan.answer  -> its answer, or 422 and the problems in sentences
     POST /legal    a request and `hold`      -> legal values of the sliders, and the nearest legal layout
+    POST /model    `config_json`, a text     -> the nearest preset, and the keys in which the model differs
 
 The server listens on this machine only, and only under its own host name, against DNS rebinding. Questions are JSON in
 a body, which a browser does not let foreign pages send. They are answered in processes of their own, which are killed
@@ -38,7 +39,7 @@ CLIENT_LEFT = 499
 ANSWER_SECONDS = 60.0  # that one layout may take, or the legal values of the sliders
 SEARCH_SECONDS = 600.0
 PLANNER_STYLES = ("page.css", "planner.css")
-PLANNER_SCRIPTS = ("marks.js", "explore.js", "charts.js", "controls.js", "planner.js")
+PLANNER_SCRIPTS = ("marks.js", "explore.js", "charts.js", "controls.js", "planner.js", "compare.js", "start.js")
 
 
 def serve_planner(port: int, browser: bool) -> None:
@@ -58,6 +59,7 @@ def planner_app() -> Starlette:
         Route("/", show_page, methods=["GET"]),
         Route("/answer", endpoints.post_answer, methods=["POST"]),
         Route("/legal", endpoints.post_legal, methods=["POST"]),
+        Route("/model", endpoints.post_model, methods=["POST"]),
     ]
 
     @asynccontextmanager
@@ -81,6 +83,12 @@ class PlannerEndpoints:
             return await self.answer_in_slot(request, "legal", raw)
 
         return await respond_json(request, find_legal_layouts)
+
+    async def post_model(self, request: Request) -> Response:
+        async def find_own_model(raw: JsonObject) -> Reply:
+            return await self.answer_in_slot(request, "model", raw)
+
+        return await respond_json(request, find_own_model)
 
     async def post_answer(self, request: Request) -> Response:
         async def answer_or_search(raw: JsonObject) -> Reply:

@@ -181,6 +181,60 @@ def test_the_search_fills_a_table_and_a_front_and_a_layout_is_taken_over(page: P
     expect(rows.nth(1)).not_to_have_class("now")
 
 
+def test_plans_are_pinned_and_compared_by_what_differs(page: Page, place: str):
+    open_at(page, place)
+    pin = page.get_by_role("button", name="pin to compare")
+    pin.click()
+    expect(pin).to_be_disabled()
+    press(page, "c-mbs", "ArrowRight")
+    expect(page).to_have_url(re.compile("mbs=2"))
+    table = page.locator("table.sides")
+    expect(table.locator("tr.setting")).to_have_text(["Microbatch21"])
+    speeds = table.locator("tr", has_text="tokens/s a GPU").locator("td").all_inner_texts()
+    found = [answer_request({**SMALL, **LAYOUT, "mbs": mbs})["tokens_per_s_per_gpu"] for mbs in ("2", "1")]
+    assert [float(text.replace(",", "")) for text in speeds] == pytest.approx(found, rel=1e-3)
+    expect(table.locator(".best")).to_have_count(1)
+    page.get_by_role("button", name="apply pinned plan 1").click()
+    expect(page).to_have_url(re.compile("mbs=1"))
+    page.get_by_role("button", name="remove pinned plan 1").click()
+    expect(table).to_be_hidden()
+    expect(pin).to_be_enabled()
+
+
+def test_a_curve_of_what_if_has_the_planners_figures_and_a_point_is_taken_over(page: Page, place: str):
+    open_at(page, place)
+    page.get_by_label("key that is varied").select_option("mbs")
+    page.get_by_role("button", name="draw").click()
+    curve = page.get_by_role("group", name="What if")
+    expect(curve.locator("circle")).to_have_count(5)
+    page.locator("section", has=curve).get_by_text("the same as a table").click()
+    rows = page.locator("section", has=curve).locator("tbody tr")
+    second = rows.nth(1).locator("td").first
+    planned = answer_request({**SMALL, **LAYOUT, "mbs": "2"})["tokens_per_s_per_gpu"]
+    assert float(second.inner_text().replace(",", "")) == pytest.approx(planned, rel=1e-3)
+    curve.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile("mbs=2"))
+    expect(page.locator("section", has=curve)).to_contain_text("as it was before")
+
+
+def test_a_pasted_model_becomes_keys_of_the_address_and_leaves_with_another_model(page: Page, place: str):
+    open_at(page, place)
+    page.get_by_text("own model").click()
+    page.fill("#own-text", '{"model_type": "bert"}')
+    page.get_by_role("button", name="use this model").click()
+    expect(page.locator(".own .problem")).to_contain_text("there are: deepseek_v2")
+    page.fill("#own-text", json.dumps({"model_type": "mixtral", "num_hidden_layers": 4}))
+    page.get_by_role("button", name="use this model").click()
+    expect(page).to_have_url(re.compile("model=mixtral-8x7b.*model.layers=4"))
+    expect(page.locator("#c-other")).to_have_value(re.compile("model.layers=4"))
+    page.select_option("#c-model", "olmoe-1b-7b")
+    expect(page).to_have_url(re.compile("model=olmoe-1b-7b"))
+    assert "model.layers" not in state_of(page)
+
+
 def test_a_search_can_be_cancelled_and_one_that_finds_nothing_says_why(page: Page, place: str):
     open_at(page, place, model="deepseek-v3", seq="4096", parallel__pp="1", pipeline__vpp="1")
     expect(page.locator(".verdict h2")).to_contain_text("Does not fit")

@@ -56,6 +56,18 @@ def test_what_cannot_be_is_told_in_sentences(change: dict[str, object], says: st
     assert any(says in problem for problem in reply["problems"]), reply
 
 
+def test_a_pasted_model_is_answered_as_keys_of_a_preset_or_refused_with_the_reason(place: str):
+    options = {"model_type": "mixtral", "num_hidden_layers": 8}
+    status, reply = ask(place, "/model", {"config_json": json.dumps(options)})
+    assert status == 200
+    assert reply["model"] == "mixtral-8x7b"
+    assert reply["keys"]["model.layers"] == "8"
+    planned, answer = ask(place, "/answer", {**ONE, "model": reply["model"], **reply["keys"]})
+    assert planned == 200
+    assert answer["parameters"] < 46.7e9 / 3
+    assert ask(place, "/model", {"config_json": '{"model_type": "bert"}'})[0] == 422
+
+
 @pytest.mark.parametrize("key", ["model", "gpu"])
 @pytest.mark.parametrize("path", ["/answer", "/legal"])
 def test_no_file_is_read_for_a_question(path: str, key: str, place: str, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -79,21 +79,27 @@ class DescribedModel:
 def describe_model(folder: ModelFolder) -> DescribedModel:
     """The model of a folder. Options of config.json that are not supported are refused by name."""
     where = str(folder.path / "config.json")
-    kind = folder.options.get("model_type")
-    name = one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)
-    family = FAMILIES[name]
-    keys = family_keys(family.kind)
-    options = ConfigOptions(folder.options, where, keys)
-    check_quantisation(options)
-    model = read_model_config(family, options)
+    described = describe_options(folder.options, where)
+    model = described.model
     # Sizes that the files cannot have would make name tables without end.
     tensors = len(folder.tensors)
     experts = model.layers * model.moe.experts
     if model.layers > tensors or experts > MOST_EXPERTS_A_TENSOR * tensors:
         sizes = f"{model.layers} layers with {model.moe.experts} experts"
         raise UserError(f"{where} tells of {sizes}, but the files hold {tensors} tensors; one of the two is wrong")
-    described = without_missing_mtp(DescribedModel(family, model), folder)
+    described = without_missing_mtp(described, folder)
     return replace(described, model=with_legal_dense_layers(described.model))
+
+
+def describe_options(raw: Mapping[str, Any], where: str) -> DescribedModel:
+    """The model of the options of a config.json alone; `where` names the file in messages."""
+    kind = raw.get("model_type")
+    name = one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)
+    family = FAMILIES[name]
+    keys = family_keys(family.kind)
+    options = ConfigOptions(raw, where, keys)
+    check_quantisation(options)
+    return DescribedModel(family, read_model_config(family, options))
 
 
 def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfig:

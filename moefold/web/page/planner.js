@@ -17,6 +17,7 @@ function fromAddress() {
   const whole = { ...DEFAULT, ...given };
   return { gbs: String(8 * (Number(whole.gpus) || 16)), ...whole };
 }
+const withoutModelKeys = (request) => Object.fromEntries(Object.entries(request).filter(([key]) => !key.startsWith("model.")));
 const toAddress = (state) => `#${new URLSearchParams(state)}`;
 
 let state = fromAddress(); // the last request with no slider in motion
@@ -44,7 +45,8 @@ async function ask(kind, path, body) {
 let waiting = 0;
 function moved(key, value, final) {
   clearTimeout(waiting);
-  const wanted = key === "other" ? withOthers(state, value) : { ...state, [key]: String(value) };
+  const before = key === "model" ? withoutModelKeys(state) : state; // those were of another model
+  const wanted = key === "other" ? withOthers(state, value) : { ...before, [key]: String(value) };
   const card = cards.find((each) => each.name === wanted.gpu);
   const lacks = key === "gpu" && card && !card.precisions.includes(wanted.precision);
   if (lacks) wanted.precision = card.precisions.at(-1) === "bf16" ? "bf16" : card.precisions.find((each) => each !== "bf16") || "bf16";
@@ -145,6 +147,7 @@ const [memory, walls, pipeline] = [memoryChart(), wallsChart(), timelineChart()]
 const front = frontChart(take);
 const layouts = make("section", { class: "card", hidden: "" });
 const charts = [memory, walls, pipeline];
+const watchers = []; // called with every answer that is shown
 
 const count = (x) => (x < 1e6 ? Number(x.toPrecision(4)).toLocaleString("en") : short(x, 4));
 const tile = (big, small, band, grey) => make("div", { class: grey ? "tile grey" : "tile" }, make("b", {}, big), make("span", {}, small), make("span", { class: "range" }, band));
@@ -189,6 +192,7 @@ function showAnswer(fresh, followed, final) {
     ...(followed.length ? [make("p", { class: "followed" }, `Changed to keep the layout legal: ${followed.join(", ")}.`)] : []),
     ...bandAndAdvice(fresh),
     make("p", { class: "note" }, `dp ${layout.dp}, edp ${layout.edp}, ${layout.microbatches} microbatches of ${layout.mbs}. Dispatcher ${fresh.dispatcher}.`),
+    make("div", { class: "row" }, pinButton()),
     make("details", {}, make("summary", {}, "as a command"), make("code", {}, command(fresh))),
     ...(fresh.launch ? [make("details", { class: "launch" }, make("summary", {}, "to launch"), ...launchBlock(fresh.launch))] : []),
   );
@@ -200,6 +204,7 @@ function showAnswer(fresh, followed, final) {
   pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are lighter; a box in two halves is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
   for (const each of charts) (each.hidden = false), each.update(fresh);
   if (found) compare();
+  for (const watch of watchers) watch();
 }
 
 // The error band of the speed, a warning where plans for the GPU are known to be off, and the advice.
@@ -249,6 +254,7 @@ function showRefused(wanted, problems, broken, changes) {
   said.textContent = `Not possible. ${problems.join(" ")}`;
   showProblems([...broken, ...problems]);
   for (const each of charts) each.hidden = true;
+  for (const watch of watchers) watch();
 }
 
 // The search
@@ -322,13 +328,14 @@ function take(layout) {
 function build() {
   const form = document.getElementById("controls");
   form.replaceChildren(make("div", { class: "row" }, find, cancel, going, clock), ...groups);
+  groups[0].append(ownModel);
   form.addEventListener("submit", (event) => event.preventDefault());
   find.addEventListener("click", search);
   cancel.addEventListener("click", () => (asking.search?.abort(), busy(false)));
   front.hidden = true;
   for (const each of charts) each.hidden = true;
   verdict.append(make("h2", {}, "…"));
-  results.append(verdict, make("div", { class: "grid charts" }, memory, walls), pipeline, layouts, front);
+  results.append(verdict, pinned, make("div", { class: "grid charts" }, memory, walls), pipeline, whatIf, layouts, front);
   const copy = document.getElementById("copy");
   copy.addEventListener("click", async () => {
     const done = await navigator.clipboard.writeText(location.href).then(() => "copied", () => "copy the address above");
@@ -338,5 +345,3 @@ function build() {
   addEventListener("popstate", returned);
   settle(state);
 }
-
-build();

@@ -1,0 +1,2 @@
+// The page begins when all its parts are there.
+build();
