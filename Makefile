@@ -9,15 +9,15 @@ export PYTHONDONTWRITEBYTECODE :=  # compiled once: tests start hundreds of inte
 .PHONY: train test test-all lint types check check-all page clean
 
 train: $(VENV)/.moefold
-	$(BIN)/moefold train tiny $(ARGS)
+	$(BIN)/moefold train starter $(ARGS)
 
 test: lint types check
 
 test-all: lint types check-all
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check moefold tests
-	$(BIN)/ruff format --check moefold tests
+	$(BIN)/ruff check moefold tests examples
+	$(BIN)/ruff format --check moefold tests examples
 
 types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -32,7 +32,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.moefold: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -89,7 +89,7 @@ def print_presets(report: Row) -> None:
         cells += [text.rjust(width) for text, width in numbered]
         cells += [attention.ljust(widths[-2]), features]
         print("  ".join(cells))
-    print("\nEach but tiny has a small variant for a CPU: NAME-tiny. Details: moefold explain NAME")
+    print("\nEach but tiny and starter has a small variant for a CPU: NAME-tiny. Details: moefold explain NAME")
 
 
 def preset_cells(row: Row) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def describe_record(record: Record) -> str:
     if "skipped" in record:
         parts.append(f"skipped, loss scale was {compact_number(record['loss_scale'])}")
     if "val_loss" in record:
-        parts.append(f"val {record['val_loss']:.4f}")
+        parts.append(f"val {describe_validation(record)}")
     if "tokens_per_s" in record:
         parts.append(f"{compact_number(record['tokens_per_s'])} tok/s")
         parts.append(f"{record['tflops']:.3g} TFLOP/s")
@@ -35,6 +35,14 @@ def describe_record(record: Record) -> str:
     if dropped:
         parts.append(f"dropped {100 * dropped:.3g} %")
     return " | ".join(parts)
+
+
+def describe_validation(record: Record) -> str:
+    """Nats per token, and what can be compared between vocabularies: 2.5000 (1.73 bits a byte)"""
+    loss = f"{record['val_loss']:.4f}"
+    if "val_bits_per_byte" in record:
+        loss += f" ({record['val_bits_per_byte']:.3f} bits a byte)"
+    return loss
 
 
 def compact_number(number: float) -> str:
@@ -107,7 +115,7 @@ class BarProgress(SilentProgress):
     def show_record(self, record: Record) -> None:
         step = record["step"]
         if "val_loss" in record:
-            self.print_message(f"step {step}: validation loss {record['val_loss']:.4f}")
+            self.print_message(f"step {step}: validation loss {describe_validation(record)}")
         text = describe_record(record)
         self.progress.update(self.task, completed=step, description=text)
 

@@ -22,6 +22,7 @@ from moefold.config.run import (
 )
 
 PRESETS: dict[str, Callable[[], Config]] = {}
+SMALL_MODELS = ("tiny", "starter")  # made for a CPU, without a smaller variant
 
 
 class PublishedRun(NamedTuple):
@@ -48,7 +49,7 @@ PUBLISHED_RUNS = {  # other reports do not have them
 
 def is_published_model(name: str) -> bool:
     """Whether a preset has the size of a published model, and not one for a CPU."""
-    return name in PRESETS and not name.endswith("tiny")
+    return name in PRESETS and name not in SMALL_MODELS and not name.endswith("-tiny")
 
 
 def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], Config]:
@@ -63,7 +64,7 @@ def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], 
         return replace(tiny_variant(make()), name=tiny_name)
 
     PRESETS[name] = make_named
-    if name != "tiny":
+    if name not in SMALL_MODELS:
         PRESETS[tiny_name] = make_tiny
     return make
 
@@ -135,6 +136,16 @@ def tiny() -> Config:
         optim=OptimConfig(lr=4e-3, warmup=30),
         checkpoint=CheckpointConfig(every=85),
     )
+
+
+@register_preset
+def starter() -> Config:
+    """The model of `make train`: `tiny` with a vocabulary of byte pairs, so that it writes words within minutes."""
+    config = tiny()
+    model = replace(config.model, vocab=2048)
+    train = TrainConfig(steps=380, global_batch=8, micro_batch=8, validate_every=95)
+    checkpoint = CheckpointConfig(every=95)
+    return replace(config, model=model, train=train, checkpoint=checkpoint)
 
 
 @register_preset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.rules import sequence_multiple
 from moefold.data.loader import Batch
+from moefold.data.tokenizer import ByteTokenizer, Tokenizer
 from moefold.generate.decode import decode_tokens, evaluating, tokens_that_fit
 from moefold.generate.next_logits import CachedLogits, NextLogits, TokenIds, WindowLogits, cache_problems
 from moefold.generate.sampling import Sampling
+from moefold.layout.labels import IGNORE_INDEX
 from moefold.layout.past_keys import PastKeys
 from moefold.model.steps import Carry
 from moefold.train.assemble import Run
@@ -30,8 +33,7 @@ def validation_means(run: Run) -> list[float]:
     """Means of the objective's sums that evaluation has, the loss first."""
     config = run.config.train
     world = run.world
-    count = min(config.validate_sequences, run.validation.sequences.windows)
-    batch = run.validation.batch_at(0, count)
+    batch = run.validation.batch_at(0, validation_sequences(run))
     parts = list(batch.microbatches(config.micro_batch))
     if run.reference is not None:
         parts = run.reference.score(parts)
@@ -49,6 +51,38 @@ def validation_means(run: Run) -> list[float]:
     counts_N = all_reduce_no_grad(own_N[: len(sums_N)].double(), world.dp_cp)
     means_N = sums_N / counts_N.clamp(min=1)
     return means_N.tolist()
+
+
+def validation_sequences(run: Run) -> int:
+    """How many sequences a validation has."""
+    return min(run.config.train.validate_sequences, run.validation.sequences.windows)
+
+
+def bytes_per_label(run: Run) -> float:
+    """Bytes of text for each token that validation predicts; 0 where tokens are no text or losses are not theirs. End
+    tokens have no bytes."""
+    config = run.config
+    if config.data.source == "zipf" or config.train.objective != "next_token":
+        return 0.0
+    labels = size = 0
+    for number in range(validation_sequences(run)):
+        arrays = run.validation.sequences.arrays(number)
+        predicted = arrays.labels[arrays.labels != IGNORE_INDEX]
+        text = run.tokenizer.decode(predicted.tolist())
+        labels += len(predicted)
+        size += len(text.encode())
+    return size / max(1, labels)
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """A loss that can be compared between vocabularies."""
+    bits = nats_per_token / math.log(2)
+    return bits / bytes_per_token
+
+
+def sample_prompt(tokenizer: Tokenizer) -> str:
+    """The begin of a function. Byte pairs hold the space before a word, so that a prompt must not end with it."""
+    return "def " if isinstance(tokenizer, ByteTokenizer) else "def"
 
 
 def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:

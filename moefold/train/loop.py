@@ -37,7 +37,7 @@ from moefold.observe.progress import SilentProgress, compact_number, make_progre
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 from moefold.shard.gradients import FIRST_STEPS
 from moefold.train.assemble import Run, assemble_run
-from moefold.train.evaluate import sample_text, validation_means
+from moefold.train.evaluate import bits_per_byte, bytes_per_label, sample_prompt, sample_text, validation_means
 from moefold.train.fault_log import logged_faults
 from moefold.train.folder_owner import FolderClaims, folder_claims
 from moefold.train.from_hf import WeightFiller, starting_weights
@@ -67,7 +67,6 @@ from moefold.watch.position import enter_step, slow_phase, training_phase
 from moefold.watch.stop_requests import StopRequest, StopRequests, signals_as_requests
 from moefold.watch.surroundings import FolderCheck
 
-SAMPLE_PROMPT = "def "
 SHORTEST_WAIT = 1e-4  # seconds that are recorded
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
@@ -302,11 +301,14 @@ class RunRecorder:
         self.dead_experts = DeadExpertWatch()
         config = run.config
         self.flops = run_flops_per_token(config)
+        self.label_bytes = bytes_per_label(run) if run.world.rank == 0 else 0.0
 
     def validation_values(self) -> dict[str, Any]:
         with slow_phase("evaluation"):
             loss, *further = validation_means(self.run)
         values: dict[str, Any] = {"val_loss": loss}
+        if self.label_bytes:
+            values["val_bits_per_byte"] = round(bits_per_byte(loss, self.label_bytes), 6)
         figures = self.run.model.objective.figures(further)
         values |= {f"val_{name}": value for name, value in figures.items()}
         loader = self.run.loader
@@ -478,7 +480,8 @@ class TrainingLoop:
         recorder.progress.close()
         if run.config.train.sample_tokens:
             with slow_phase("sample"):
-                self.say(f"a sample:\n{sample_text(run, SAMPLE_PROMPT)}")
+                prompt = sample_prompt(run.tokenizer)
+                self.say(f"a sample:\n{sample_text(run, prompt)}")
         self.await_checkpoint()
         checkpoints = "and the checkpoints" if self.writes_checkpoints else "(no checkpoint: checkpoint.every = 0)"
         self.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml {checkpoints}")

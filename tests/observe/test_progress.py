@@ -47,6 +47,12 @@ def test_a_validation_is_always_shown(capsys: pytest.CaptureFixture[str]):
     assert second.startswith("step 7/100 | loss 2.0000 | val 2.5000 | ")
 
 
+def test_bits_per_byte_stand_beside_nats(capsys: pytest.CaptureFixture[str]):
+    progress = LineProgress(0, 100, 10)
+    progress.show_record({"step": 0, "val_loss": 5.5, "val_bits_per_byte": 2.6454})
+    assert printed(capsys) == ["step 0/100 | val 5.5000 (2.645 bits a byte)"]
+
+
 def test_the_time_left_is_by_the_pace_since_this_start(capsys: pytest.CaptureFixture[str]):
     """Resumed at 50 of 100: after ten steps in two seconds, forty are left, eight seconds."""
     progress = LineProgress(50, 100, 10)

@@ -13,7 +13,7 @@ from moefold.plan.request import with_dispatcher
 from moefold.plan.search import Candidate, LayoutSearch, RankedLayout, describe_layout, search_layouts
 from moefold.plan.time.simulate_step import time_training_step
 from moefold.presets.recipe import resolve_recipe
-from moefold.presets.zoo import PRESETS
+from moefold.presets.zoo import PRESETS, is_published_model
 
 H100 = find_gpu_by_name("h100")
 H200 = find_gpu_by_name("h200")
@@ -96,7 +96,7 @@ def test_rules_are_named_where_they_forbid():
 
 WORLDS = {"deepseek-v3": 1024, "kimi-k2": 1024, "deepseek-v2": 256, "qwen3-235b-a22b": 256, "mixtral-8x22b": 128}
 WORLDS |= {"mixtral-8x22b-g8t8": 128, "internal-352b": 512, "hunyuan-large": 512, "llama3-8x70b": 512}
-MODELS = [name for name in PRESETS if not name.endswith("tiny")]
+MODELS = list(filter(is_published_model, PRESETS))
 SAMPLED = 8
 ONE_LAYOUT = frozenset(f"parallel.{name}" for name in ("tp", "cp", "pp", "ep", "etp"))
 ONE_LAYOUT |= {"pipeline.vpp", "pipeline.pair", "train.micro_batch"}

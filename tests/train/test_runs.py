@@ -41,6 +41,7 @@ def test_a_run_learns_and_leaves_metrics_configuration_checkpoint_and_a_sample(t
     assert list(validated) == [0, 20, 40, 60]
     assert abs(validated[0] - math.log(256)) < 0.1, "an untrained model knows nothing"
     assert validated[60] < 0.75 * validated[0]
+    assert lines[60]["val_bits_per_byte"] == pytest.approx(validated[60] / math.log(2), rel=1e-2), "a token is a byte"
     for name in ("loss", "grad_norm", "lr", "tokens_per_s", "tflops", "seconds", "memory_gib"):
         assert name in lines[1]
     for name in ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes"):
