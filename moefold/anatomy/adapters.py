@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moefold.anatomy.model_totals import model_steps, mtp_steps, train_flops_per_token
-from moefold.anatomy.products import ProductSpec, model_products, unmatched_pattern
+from moefold.anatomy.products import ProductSpec, adaptable_weights, product_of_weight, unmatched_pattern
 from moefold.config.errors import UserError
 from moefold.config.lora_targets import LoraTarget, parse_targets
 from moefold.config.run import Config, ParallelConfig
 
 EXPERTS = "moe.experts."
+ROUTER = "moe.router"
 ATTENTION = "attention."
 
 
@@ -44,7 +45,7 @@ def adapter_specs(config: Config) -> list[AdapterSpec]:
     lora = config.lora
     if not lora.rank:
         return []
-    products = list(model_products(config.model, config.parallel))
+    products = adaptable_products(config)
     targets = parse_targets(lora.targets)
     unmatched = [target.pattern for target in targets if not matches_some(target, products)]
     problems = [unmatched_pattern("lora.targets", pattern, products) for pattern in unmatched]
@@ -61,9 +62,12 @@ def adapter_specs(config: Config) -> list[AdapterSpec]:
         scale = alpha / (rank**0.5 if lora.rs else rank)
         experts = experts_here if is_grouped(product) else 1
         has_magnitude = lora.dora and product.place.startswith(ATTENTION)
-        specs.append(AdapterSpec(product, rank, alpha, scale, experts, lora.dropout, has_magnitude))
+        dropout = 0.0 if is_router(product) else lora.dropout
+        specs.append(AdapterSpec(product, rank, alpha, scale, experts, dropout, has_magnitude))
     if not specs:
         raise UserError("lora.targets excludes every product; expected at least one that has an adapter")
+    if config.model.moe.router.jitter and any(is_router(spec.product) for spec in specs):
+        raise UserError("lora.targets names routers, whose adapters read no jitter; set model.moe.router.jitter to 0")
     if lora.dora and not any(spec.has_magnitude for spec in specs):
         raise UserError("lora.dora = true, but lora.targets names no product of attention, which alone has magnitudes")
     return specs
@@ -72,7 +76,7 @@ def adapter_specs(config: Config) -> list[AdapterSpec]:
 def target_of(product: ProductSpec, targets: list[LoraTarget]) -> LoraTarget | None:
     """The last target that matches. Where only exclusions are named, and by default, the scope of `precision.recipe` in
     the model's own layers has adapters."""
-    matching = [target for target in targets if target.matches(product.name)]
+    matching = [target for target in targets if matches(target, product)]
     if matching:
         return matching[-1]
     names_some = any(not target.excluded for target in targets)
@@ -81,8 +85,26 @@ def target_of(product: ProductSpec, targets: list[LoraTarget]) -> LoraTarget | N
     return LoraTarget(product.name)
 
 
+def adaptable_products(config: Config) -> list[ProductSpec]:
+    """Linear products, and routers, with the widths of one rank."""
+    parallel = config.parallel
+    degrees = {"tp": parallel.tp, "ep": parallel.ep, "etp": parallel.etp}
+    weights = adaptable_weights(config.model)
+    return [product_of_weight(prefix, weight, degrees) for prefix, weight in weights]
+
+
+def matches(target: LoraTarget, product: ProductSpec) -> bool:
+    """A router only where its pattern says so: `blocks.0.*` means products."""
+    names_routers = "router" in target.pattern
+    return target.matches(product.name) and (names_routers or not is_router(product))
+
+
 def matches_some(target: LoraTarget, products: list[ProductSpec]) -> bool:
-    return any(target.matches(product.name) for product in products)
+    return any(matches(target, product) for product in products)
+
+
+def is_router(product: ProductSpec) -> bool:
+    return product.place == ROUTER
 
 
 def is_grouped(product: ProductSpec) -> bool:

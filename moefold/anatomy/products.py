@@ -16,7 +16,8 @@ from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.precision_recipes import RECIPE_SPECS, WIDTH_MULTIPLE, last_plain_layers, parse_recipe_entries
 from moefold.config.run import Config, ModelConfig, ParallelConfig, PrecisionConfig
 
-NO_PRODUCTS = ("embedding.weight", "head.weight", "moe.router.weight")
+ROUTER_WEIGHT = "moe.router.weight"
+NO_PRODUCTS = ("embedding.weight", "head.weight", ROUTER_WEIGHT)
 GROUPED_PRODUCTS = {
     "moe.experts.gate_up": "moe.experts.up_product",
     "moe.experts.up": "moe.experts.up_product",
@@ -75,6 +76,15 @@ def product_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
     for prefix, step in steps:
         for weight in step.weights:
             if weight.is_matrix and weight.name not in NO_PRODUCTS:
+                yield prefix, weight
+
+
+def adaptable_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
+    """The weights that may have an adapter: those of linear products, and routers."""
+    yield from product_weights(model)
+    for prefix, step in [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]:
+        for weight in step.weights:
+            if weight.name == ROUTER_WEIGHT:
                 yield prefix, weight
 
 

@@ -21,7 +21,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from moefold.anatomy.adapters import AdapterSpec
+from moefold.anatomy.adapters import AdapterSpec, is_router
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.linear import linear
@@ -184,9 +184,13 @@ def attach_adapters(model: nn.Module, specs: Iterable[AdapterSpec], kernels: Bou
     if not adapters:
         return
     products = named_products(model)
+    modules = dict(model.named_modules())
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for spec in adapters:
+        if is_router(spec.product):
+            add_to_router(modules.get(spec.product.name), spec, kernels)
+            continue
         product = products.get(spec.product.name)
         if product is None:
             continue
@@ -203,6 +207,15 @@ def attach_adapters(model: nn.Module, specs: Iterable[AdapterSpec], kernels: Bou
     bind_fused_kernels(model)
 
 
+def add_to_router(router: nn.Module | None, spec: AdapterSpec, kernels: BoundKernels) -> None:
+    """Give a router its adapter; None: it is on another pipeline rank."""
+    if router is None:
+        return
+    assert isinstance(router, DeclaringModule)
+    weight = PlacedWeight(router.declared["weight"], router.world)
+    router.lora = LowRank(weight, spec, kernels)
+
+
 def start_magnitudes(model: nn.Module) -> None:
     """Magnitudes of adapters as the rows of their weights are long; on all ranks that share a weight out."""
     for module in model.modules():
@@ -213,7 +226,7 @@ def start_magnitudes(model: nn.Module) -> None:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it is without its adapters: its frozen base."""
-    held: list[tuple[Any, Any]] = [(product, product.lora) for product in named_products(model).values()]
+    held: list[tuple[Any, Any]] = [(module, module.lora) for module in model.modules() if hasattr(module, "lora")]
     for product, _ in held:
         product.lora = None
     try:

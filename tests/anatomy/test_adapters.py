@@ -49,6 +49,17 @@ def test_the_last_match_counts_and_none_excludes():
     assert "moe.experts.down_product" not in without
 
 
+def test_routers_have_adapters_only_where_a_pattern_names_them():
+    assert places(adapted("*.router")) == {"moe.router"}
+    assert "moe.router" not in places(adapted("blocks.4.*"))
+    assert places(adapted("*.attention.*", "blocks.4.moe.router: rank=2")) > {"moe.router", "attention.out"}
+    config = adapted("*.router")
+    jitter = replace(config.model.moe.router, jitter=0.1)
+    moe = replace(config.model.moe, router=jitter)
+    with pytest.raises(UserError, match=r"set model\.moe\.router\.jitter to 0"):
+        adapter_specs(replace(config, model=replace(config.model, moe=moe)))
+
+
 def test_scales_are_alpha_over_the_rank_or_its_root():
     assert {spec.scale for spec in adapter_specs(adapted())} == {2.0}
     assert {spec.scale for spec in adapter_specs(adapted(rs=True))} == {8.0}

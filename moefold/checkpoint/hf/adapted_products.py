@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moefold.anatomy.products import ProductSpec, product_of_weight, product_weights
+from moefold.anatomy.products import ProductSpec, adaptable_weights, product_of_weight
 from moefold.checkpoint.hf.adapter_folder import AdapterFolder, AdapterPair, have_equal_bytes
 from moefold.checkpoint.hf.config_json import family_for_model
 from moefold.checkpoint.hf.model_folder import first_few_lines
@@ -75,8 +75,8 @@ def adapted_products(folder: AdapterFolder, model: ModelConfig) -> list[AdaptedP
     found: list[AdaptedProduct] = []
     for weight in weights:
         pieces = table.pieces_by_ours.get(weight.name, [])
-        pairs = {piece.theirs: folder.pairs.get(module_of(piece)) for piece in pieces}
-        used = [pair.module for pair in pairs.values() if pair]
+        pairs = [pair_of(folder, module_of(piece)) for piece in pieces]
+        used = [pair.module for pair in pairs if pair]
         if used:
             found.append(product_from_pieces(folder, weight, pieces, problems))
         elif weight.experts and pieces:
@@ -93,7 +93,7 @@ def adapted_products(folder: AdapterFolder, model: ModelConfig) -> list[AdaptedP
 
 
 def our_weights(model: ModelConfig) -> Iterable[OurWeight]:
-    for prefix, weight in product_weights(model):
+    for prefix, weight in adaptable_weights(model):
         product = product_of_weight(prefix, weight, ONE_RANK)
         experts = model.moe.experts if product.place.startswith("moe.experts.") else 0
         yield OurWeight(prefix + weight.name, product, experts)
@@ -103,11 +103,22 @@ def module_of(piece: MappedPiece) -> str:
     return piece.theirs.removesuffix(".weight")
 
 
+def pair_of(folder: AdapterFolder, module: str) -> AdapterPair | None:
+    return folder.pairs.get(module) or folder.pairs.get(present_name(module))
+
+
+def present_name(module: str) -> str:
+    """The name that a module has in transformers 5."""
+    for old, new in SINCE_TRANSFORMERS_5.items():
+        module = module.replace(old, new)
+    return module
+
+
 def unplaced_problem(pair: AdapterPair, table: NameTable) -> str:
     shown = printable_text(pair.module)
     shapes = f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
     if f"{pair.module}.weight" in table.pieces_by_theirs:
-        return f'"{shown}" has an adapter; embedding, head, routers and norms have none here'
+        return f'"{shown}" has an adapter; embedding, head and norms have none here'
     if pair.module.removesuffix(INNER).endswith(".experts"):
         return f'"{shown}" has {shapes}, which fit no parameter of its experts'
     return f'"{shown}" has {shapes}, but the model has no such linear layer'
@@ -118,7 +129,7 @@ def product_from_pieces(
 ) -> AdaptedProduct:
     """A product whose matrices of theirs have a pair each, those of experts too."""
     slots = matrices_by_slot(weight, pieces)
-    pairs_of = [[folder.pairs.get(module) for module in modules] for modules in slots]
+    pairs_of = [[pair_of(folder, module) for module in modules] for modules in slots]
     ranks = [max((pair.a.shape[0] for pair in pairs if pair), default=0) for pairs in pairs_of]
     firsts = [0] * len(slots)
     if not is_one_a(pairs_of):
@@ -127,7 +138,7 @@ def product_from_pieces(
     sources: list[PieceSource] = []
     for piece in pieces:
         module = module_of(piece)
-        pair = folder.pairs.get(module)
+        pair = pair_of(folder, module)
         if pair is None:
             continue
         problems += pair_problems(folder, pair, piece)
@@ -172,10 +183,7 @@ def pair_problems(folder: AdapterFolder, pair: AdapterPair, piece: MappedPiece) 
 def experts_module(theirs: str) -> str:
     """The module that holds the parameters of all experts."""
     module, _, _ = theirs.partition(".experts.")
-    name = f"{module}.experts"
-    for old, new in SINCE_TRANSFORMERS_5.items():
-        name = name.replace(old, new)
-    return name
+    return present_name(f"{module}.experts")
 
 
 def product_from_stack(

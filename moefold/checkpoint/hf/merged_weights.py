@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.anatomy.adapters import AdapterSpec, adapters_of_all_ranks, is_grouped
-from moefold.anatomy.products import product_place, product_weights
+from moefold.anatomy.products import adaptable_weights, product_place
 from moefold.checkpoint.format.boxes import Box
 from moefold.checkpoint.hf.piece_values import FetchBox
 from moefold.config.run import Config
@@ -44,7 +44,7 @@ def weight_adapters(config: Config) -> WeightAdapters:
     """The adapters of a configured model, with the sizes of all ranks together."""
     spec_of = {spec.product.name: spec for spec in adapters_of_all_ranks(config)}
     adapters: WeightAdapters = {}
-    for prefix, weight in product_weights(config.model):
+    for prefix, weight in adaptable_weights(config.model):
         product = prefix + product_place(weight.name)
         if product in spec_of:
             spec = spec_of[product]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.format.boxes import whole_box
-from moefold.checkpoint.hf.adapted_products import INNER, experts_module
+from moefold.checkpoint.hf.adapted_products import INNER, experts_module, present_name
 from moefold.checkpoint.hf.adapter_folder import CONFIG_FILE, ROOT, WEIGHTS_FILE
 from moefold.checkpoint.hf.merged_weights import WeightAdapter, WeightAdapters
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
@@ -96,7 +96,7 @@ def peft_adapter(table: NameTable, adapters: WeightAdapters, lora: LoraConfig, f
         dense = [piece for piece in pieces if piece.ours in adapters and not adapters[piece.ours].is_grouped]
         if dense:
             a, b, scale = their_pair(dense, adapters, fetch)
-            module = theirs.removesuffix(".weight")
+            module = present_name(theirs.removesuffix(".weight"))
             result.add(module, module, a, b, len(a), scale)
             if lora.dora:
                 result.tensors[f"{ROOT}{module}.lora_magnitude_vector"] = their_magnitude(pieces, adapters, fetch)

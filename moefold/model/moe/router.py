@@ -58,6 +58,7 @@ class Router(DeclaringModule):
         self.bias = None
         if moe.biases:
             self.bias = self.declare_parameter("bias", experts, std=0.0)
+        self.lora: Callable[[Tensor], Tensor] | None = None  # an adapter beside the weight (precision/low_rank.py)
         self.load = ExpertLoad(experts, layer)
         self.drops_choices = drops_choices(moe)
         self.sharing = world.cp_tp  # the ranks that hold parts of the same sequences
@@ -99,6 +100,8 @@ class Router(DeclaringModule):
             logits_TE = router_logits(noisy_TD, self.weight)
         else:
             logits_TE = self.router_logits(h_TD, self.weight)
+        if self.lora is not None:
+            logits_TE = logits_TE + self.lora(h_TD)
         if self.bias is None:
             return logits_TE
         return logits_TE + self.bias

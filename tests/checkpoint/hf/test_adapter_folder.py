@@ -44,7 +44,11 @@ REFUSED: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any], str]] = {
     "rank": (OUT, {"r": 0}, "r = 0; expected a whole number"),
     "other rank": (OUT, {"r": 3}, r"has lora_A \[2, 4096\] and lora_B \[2048, 2\]; expected \[3, 4096\]"),
     "unknown": (pair("self_attn.qkv_proj", HIDDEN, 8), {}, "the model has no such linear layer"),
-    "router": (pair("mlp.gate", HIDDEN, 4), {}, '"model.layers.0.mlp.gate" has an adapter; embedding, head, routers'),
+    "head": (
+        {"base_model.model.lm_head.lora_A.weight": (2, 8), "base_model.model.lm_head.lora_B.weight": (8, 2)},
+        {},
+        '"lm_head" has an adapter; embedding, head and norms have none here',
+    ),
     "stack": (pair("mlp.experts", HIDDEN, 8), {}, "which fit no parameter of its experts"),
     "half": ({f"{ROOT}self_attn.o_proj.lora_A.weight": (2, 4096)}, {}, "has lora_A alone"),
     "embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": (2, 8)}, {}, "is no lora_A or lora_B"),

@@ -53,7 +53,11 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         "alpha_pattern": {"self_attn.o_proj": 3},
     },
-    "mixtral": {"r": 3, "use_rslora": True, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "mixtral": {
+        "r": 3,
+        "use_rslora": True,
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"],
+    },
     "deepseek v3": {  # two of ours in one of theirs; two of theirs in one of ours, each with its A; some layers
         "r": 2,
         "target_modules": ["kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa"],
