@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import select
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -102,6 +103,8 @@ class RankStarter:
             if request["log"]:
                 write_to(request["log"])
             sys.argv = ["moefold", *request["arguments"]]
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             run_main()
         except BaseException:
             traceback.print_exc()
@@ -126,6 +129,8 @@ def show_name(name: str) -> None:
 
 def serve_ranks(requests: int, news: int) -> None:
     show_name(STARTER_NAME)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that is interrupted while it is forked ends in silence
     import_all()
     RankStarter(requests, news).serve_until_closed()
 

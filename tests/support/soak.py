@@ -34,7 +34,7 @@ from moefold.cli.chaos_job import SMALL_KEYS, Keys, RunFiles, rank_processes, st
 from tests.support.nodes import flip_kept_bits
 
 RANKS = 4
-STEP_TIMEOUT = 3.0
+STEP_TIMEOUT = 4.0
 KEYS: Keys = {
     **SMALL_KEYS,
     "train.steps": 1_000_000,
