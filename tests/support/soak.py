@@ -156,7 +156,10 @@ def link_hindrance() -> str:
     if os.geteuid():
         return "a network namespace needs root"
     missing = [name for name in ("ip", "unshare") if not shutil.which(name)]
-    return f"there is no command {' and '.join(missing)}" if missing else ""
+    if missing:
+        return f"there is no command {' and '.join(missing)}"
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return f"no network namespace can be made: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def drawn_faults(names: Sequence[str], chance: random.Random) -> Iterator[str]:

@@ -20,7 +20,7 @@ from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint
 from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.layout.axes import World, single_rank_world
-from moefold.train.memory_checkpoints import find_kept, forget_kept
+from moefold.train.memory_checkpoints import find_kept, forget_kept, keeps_sound_state
 from tests.support.nodes import flip_kept_bits, idle_launcher, kept_folder
 from tests.support.ranks import run_ranks
 
@@ -98,6 +98,24 @@ def test_a_later_checkpoint_on_the_disk_is_preferred(folder: RemotePath, tmp_pat
         save_checkpoint(tmp_path, step, rows_of_rank(world, step), {"step": step}, RetentionPolicy(1), world)
         found = find_kept(folder, tmp_path, world, str)
         assert (found is not None) == is_kept
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_copy_is_sound_if_it_is_finite_and_not_older_than_the_disk(tmp_path: Path):
+    """Asked by a launcher, for which this process stands; what is not sound is forgotten."""
+    world = single_rank_world()
+    kept = kept_folder(world, [os.getpid()])
+    out = Path(kept.key)
+    save_step(kept, world, 2)
+    assert keeps_sound_state(out, tmp_path)
+    assert kept.exists()
+    save_checkpoint(kept, 3, rows_of_rank(world, float("nan")), {"step": 3}, RetentionPolicy(1), world)
+    assert not keeps_sound_state(out, tmp_path)
+    assert not kept.exists()
+    save_step(kept, world, 4)
+    save_checkpoint(tmp_path, 5, rows_of_rank(world, 5), {"step": 5}, RetentionPolicy(1), world)
+    assert not keeps_sound_state(out, tmp_path)
+    assert not kept.exists()
 
 
 def save_on_nodes(world: World, launchers: list[int]) -> list[str]:
