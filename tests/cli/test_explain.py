@@ -51,6 +51,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "products",
         "routing",
         "dispatcher",
+        "clones",
         "fp8_on_the_wire",
         "shard",
         "beside_exchanges",
@@ -476,3 +477,11 @@ def test_a_base_in_blocks_tells_its_bytes(explained: Any, capsys: pytest.Capture
     assert run_command_line(["explain", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "29.9 G of them in blocks of nf4, 14.79 GiB in place of 55.69" in shown
+
+
+def test_clones_of_hot_experts_are_told_where_a_run_makes_them(explained: Any):
+    assert explained("tiny")["clones"] == ""
+    words = ("--nproc", "2", "--parallel.ep", "2", "--parallel.dispatcher", "dedup", "--parallel.clone_slots", "3")
+    assert explained("tiny", *words)["clones"] == "up to 3 on each of 2 ep ranks, by the counts of this microbatch"
+    found = explained("tiny", *words, "--parallel.clone_decision", "previous")
+    assert found["clones"].endswith("by the counts of the layer's microbatch before")
