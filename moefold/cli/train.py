@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,8 +20,7 @@ from moefold.cli.out_of_memory import OutOfMemory
 from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
-from moefold.layout.spawn import RanksEnd, StartRank, launch_local_ranks, start_interpreter
-from moefold.layout.warm_ranks import WarmStarter, can_start_warm
+from moefold.layout.spawn import RanksEnd, StartRank, launch_local_ranks, way_to_start
 from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
@@ -84,23 +83,18 @@ def run_command(argv: Sequence[str]) -> int:
         raise UserError(*problems)
     out = options.out or default_run_folder(config)
     if starts_ranks:
-        if not options.restarts:
-            return launch_ranks(options, overrides, out, start_interpreter, options.resume).code
-        return run_supervised(config, options, overrides, out)
+        with way_to_start() as start_rank:
+            launch = partial(launch_ranks, options, overrides, out, start_rank)
+            if not options.restarts:
+                return launch(options.resume).code
+            choose = partial(checkpoint_to_resume, config, options, out)
+            return Supervisor(launch, choose, out, options.restarts).run(options.resume)
     try:
         return train_on_this_rank(config, options, out)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(config, rendezvous, error) from error
-
-
-def run_supervised(config: Config, options: TrainOptions, overrides: Sequence[str], out: Path) -> int:
-    choose = partial(checkpoint_to_resume, config, options, out)
-    with closing(WarmStarter()) as starter:
-        start_rank = starter.start_rank if can_start_warm() else start_interpreter
-        launch = partial(launch_ranks, options, overrides, out, start_rank)
-        return Supervisor(launch, choose, out, options.restarts).run(options.resume)
 
 
 def refuse_restarts(options: TrainOptions, rendezvous: Rendezvous) -> None:

@@ -16,13 +16,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from moefold.config.errors import UserError
 from moefold.layout.environment import LAUNCHER_VARIABLE, RANKS_FOLDER_VARIABLE
+from moefold.layout.warm_ranks import WarmStarter, can_start_warm
 
 MEETING_PORTS = range(20_000, 32_000)  # Linux gives 32768 and above to connections
 GRACE_SECONDS = 10.0  # that ranks have to end by themselves after one has failed, and then to obey SIGTERM
@@ -109,16 +110,28 @@ def run_local_ranks(
     arguments: Sequence[str], nproc: int, port: int | None = None, serve_store: StoreServer | None = None
 ) -> int:
     """Run `moefold ARGUMENTS` as nproc ranks; the exit code."""
-    ended = launch_local_ranks(arguments, nproc, port, serve_store)
+    with way_to_start() as start_rank:
+        ended = launch_local_ranks(arguments, nproc, port, serve_store, start_rank)
     return ended.code
+
+
+@contextmanager
+def way_to_start() -> Iterator[StartRank]:
+    """What starts ranks on this system: a starter, which has imported all once and forks them, or for each an
+    interpreter of its own."""
+    if not can_start_warm():
+        yield start_interpreter
+        return
+    with closing(WarmStarter()) as starter:
+        yield starter.start_rank
 
 
 def launch_local_ranks(
     arguments: Sequence[str],
     nproc: int,
-    port: int | None = None,
-    serve_store: StoreServer | None = None,
-    start_rank: StartRank = start_interpreter,
+    port: int | None,
+    serve_store: StoreServer | None,
+    start_rank: StartRank,
 ) -> RanksEnd:
     """Run `moefold ARGUMENTS` as nproc ranks. The exit code is 0, that of the first rank that failed, or after a signal
     that of the signal. `serve_store` serves the store of the ranks from this process; otherwise rank 0 does."""

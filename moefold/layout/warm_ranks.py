@@ -1,5 +1,5 @@
-"""Warm ranks: a starter, a process that has imported torch and moefold once, forks the ranks of a supervised run, so
-that a restart does not wait for imports. Torch-free; cli/rank_starter.py is the starter.
+"""Warm ranks: a starter, a process that has imported torch and moefold once, forks the ranks of `--nproc`, so that
+neither a start nor a restart waits for imports in every rank. Torch-free; cli/rank_starter.py is the starter.
 
     launcher  -- requests: a line of JSON for each rank -->  starter  -- forks -->  rank, rank, ...
               <-- news: a record when a rank has begun, and when it has ended --
