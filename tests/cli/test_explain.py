@@ -199,7 +199,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 
 
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
-MUON = {"newton_schulz", "largest_logit"}
+MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 RARE |= {"token_losses"}
 USED = set(CATALOG) - RARE
