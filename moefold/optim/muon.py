@@ -21,7 +21,8 @@ from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
 from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.optimizer.muon_update import MuonOptions, MuonScalars, muon_momentum, muon_weights
+from moefold.kernels.optimizer.muon_scalars import MuonOptions, MuonScalars
+from moefold.kernels.optimizer.muon_update import muon_momentum, muon_weights
 from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients
 from moefold.layout.axes import Axis
 from moefold.layout.declare import DeclaredParameter, MatrixShape

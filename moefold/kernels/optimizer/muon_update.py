@@ -9,8 +9,6 @@ as they are, and the direction is zero; the host does not wait for it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -22,25 +20,9 @@ from moefold.kernels.optimizer.adamw import (
     store_or_round_weights,
     whole_main_weights,
 )
+from moefold.kernels.optimizer.muon_scalars import MuonOptions, MuonScalars
 from moefold.kernels.optimizer.split_fp32 import lower_16_bits, round_to_nearest
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
-
-
-class MuonOptions(NamedTuple):
-    """The numbers that stay the same over a run. `stochastic`: a bf16 momentum is rounded up or down at random."""
-
-    momentum: float
-    nesterov: bool
-    stochastic: bool = False
-
-
-class MuonScalars(NamedTuple):
-    """The numbers of one step, in the order in which they lie in a tensor of fp64 on the device."""
-
-    lr: float
-    keep: float  # what weight decay leaves of a weight
-    seed: float  # of stochastic rounding, a whole number below 2^31
-
 
 LR, KEEP, SEED = range(len(MuonScalars._fields))
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from moefold.kernels.optimizer.muon_update import MuonScalars
+from moefold.kernels.optimizer.muon_scalars import MuonScalars
 from moefold.kernels.optimizer.optimizer_triton import (
     BLOCK,
     hashed_bits,

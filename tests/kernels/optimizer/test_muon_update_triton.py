@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from moefold.kernels.optimizer.muon_update import MuonOptions, MuonScalars, muon_momentum, muon_weights
+from moefold.kernels.optimizer.muon_scalars import MuonOptions, MuonScalars
+from moefold.kernels.optimizer.muon_update import muon_momentum, muon_weights
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
