@@ -15,6 +15,7 @@ import torch
 
 from moefold.checkpoint.format.retention import RetentionPolicy
 from moefold.checkpoint.live.save import save_checkpoint
+from moefold.cli.chaos_job import rank_processes
 from moefold.layout.axes import single_rank_world
 from moefold.train.last_sound import describe_last_sound
 from tests.support.runs import SMALL, command, corpus, metrics, numbers, start
@@ -159,8 +160,7 @@ def test_a_killed_rank_is_named_and_the_run_continues_from_its_checkpoint(tmp_pa
     deadline = time.monotonic() + 60
     while not saved.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[1]), signal.SIGKILL)
+    os.kill(rank_processes(process.pid)[1], signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in said
