@@ -71,7 +71,8 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path):
 
 
 STEPS = 12
-LONG = ["--train.steps", str(STEPS), "--checkpoint.every", "3", "--train.validate_every", "4"]
+TWO_MICROBATCHES = ["--train.micro_batch", "4"]
+LONG = ["--train.steps", str(STEPS), "--checkpoint.every", "3", "--train.validate_every", "4", *TWO_MICROBATCHES]
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_killed_at_a_random_moment_and_resumed_is_bit_identical_ten_times_of_ten
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_happened(tmp_path: Path, number: int):
-    steps = ["--train.steps", "40", "--checkpoint.every", "1000", "--observe.router_every", "3"]
+    steps = ["--train.steps", "40", "--checkpoint.every", "1000", "--observe.router_every", "3", *TWO_MICROBATCHES]
     assert command(small_run(tmp_path, "whole", *steps), tmp_path / "log")[0] == 0
     process = start(small_run(tmp_path, "a", *steps), tmp_path / "log")
     reached = tmp_path / "a" / "metrics.jsonl"
