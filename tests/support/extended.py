@@ -63,6 +63,48 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     "tests/kernels/routing/test_router_triton.py": {
         "test_sums_are_those_of_sequences_whole_cut_and_absent": 3,  # 25 s
     },
+    "tests/kernels/test_every_op.py": {
+        "test_an_implementation_agrees_with_the_reference_in_fp64_forward_and_backward": 3,  # 150 s
+    },
+    "tests/test_fp8_layouts_agree.py": {
+        "test_a_pipeline_equals_one_rank_to_the_bit_also_with_deferred_weight_gradients": 2,  # 70 s
+        "test_sums_in_another_order_stay_within_the_bound": 2,  # 35 s
+    },
+    "tests/train/test_routing_replay.py": {
+        "test_what_one_rank_recorded_is_replayed_on_any_layout_and_the_reverse": 3,  # 80 s
+    },
+    "tests/train/test_runs.py": {
+        "test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_happened": 3,  # 45 s
+    },
+    "tests/train/test_packed_runs.py": {
+        "test_a_packed_step_with_masks_on_any_layout_is_the_step_on_each_document_by_itself": 3,  # 50 s
+    },
+    "tests/train/test_microscaling_runs.py": {
+        "test_every_mechanism_trains_near_plain_and_repeats_to_the_bit": 3,  # 50 s
+    },
+    "tests/train/test_fp8_runs.py": {
+        "test_a_model_learns_with_every_recipe_as_it_does_without": 4,  # 40 s
+    },
+    "tests/train/test_fp8_storage.py": {
+        "test_data_and_pipeline_parallel_ranks_equal_one_rank_with_copies_to_the_bit": 2,  # 30 s
+        "test_every_layout_has_the_losses_of_the_same_layout_with_copies": 3,  # 30 s
+        "test_a_run_without_copies_has_the_losses_of_one_that_keeps_them_to_the_bit": 4,  # 20 s
+    },
+    "tests/train/test_resume.py": {
+        "test_any_sharding_takes_up_what_another_saved": 2,  # 40 s
+    },
+    "tests/train/test_dry_run.py": {
+        "test_a_rank_of_thousands_starts_and_records_within_seconds": 3,  # 40 s
+    },
+    "tests/train/test_update_in_backward.py": {
+        "test_updates_inside_backward_are_those_after_it_to_the_bit": 3,  # 25 s
+    },
+    "tests/model/test_host_waits.py": {
+        "test_with_experts_on_several_ranks_a_layer_waits_at_most_once": 3,  # 35 s
+    },
+    "tests/memory/test_graphs.py": {
+        "test_replays_give_the_bits_of_ordinary_steps": 3,  # 30 s
+    },
     "tests/cli/test_parity.py": {
         "test_a_planted_bug_is_named_with_exit_code_1": 3,  # 60 s
     },
