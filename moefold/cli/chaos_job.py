@@ -131,7 +131,24 @@ class RunFiles:
         return read_records(self.out / FAULTS_FILE)
 
 
-class ChaosJob(RunFiles):
+class RunningJob(RunFiles):
+    """A run of several ranks, whose launcher is `process`."""
+
+    process: subprocess.Popen[bytes]
+
+    def ranks(self) -> list[int]:
+        return rank_processes(self.process.pid)
+
+    def close(self) -> None:
+        """End what still runs. Ranks are killed first: one that is stopped does not see its launcher go."""
+        if self.process.poll() is None:
+            for pid in [*self.ranks(), self.process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class ChaosJob(RunningJob):
     """A supervised run of two ranks. `patience`: seconds until a run that does not end is given up."""
 
     def __init__(self, folder: Path, keys: Keys, patience: float, env: Keys | None = None):
@@ -140,9 +157,6 @@ class ChaosJob(RunFiles):
         self.deadline = time.monotonic() + patience
         words = train_words(self.out, keys)
         self.process = start_command([*words, "--nproc", str(RANKS), "--restarts", "3"], self.log, env or {})
-
-    def ranks(self) -> list[int]:
-        return rank_processes(self.process.pid)
 
     def rank_process(self, rank: int) -> int:
         """The process of a rank, as soon as all ranks are there."""
@@ -167,11 +181,3 @@ class ChaosJob(RunFiles):
         code = self.process.poll()
         assert code is not None
         return code
-
-    def close(self) -> None:
-        """End what still runs. Ranks are killed first: one that is stopped does not see its launcher go."""
-        if self.process.poll() is None:
-            for pid in [*self.ranks(), self.process.pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        self.process.wait()

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 
 from moefold.checkpoint.keeper.files import KeeperAddress, keeper_name
-from moefold.cli.chaos_job import SMALL_KEYS, Keys, RunFiles, rank_processes, start_command, train_words, write_corpus
+from moefold.cli.chaos_job import SMALL_KEYS, Keys, RunningJob, start_command, train_words, write_corpus
 from tests.support.nodes import flip_kept_bits
 
 RANKS = 4
@@ -52,7 +52,7 @@ PATIENCE = 120.0  # seconds for a run to go on after a fault
 OWN_NETWORK = "--own-network"
 
 
-class Soaked(RunFiles):
+class Soaked(RunningJob):
     """The job: a supervised run without an end."""
 
     def __init__(self, folder: Path, keys: Keys):
@@ -61,9 +61,6 @@ class Soaked(RunFiles):
         words = [*train_words(self.out, keys), "--nproc", str(RANKS), "--restarts", "100000"]
         self.begun = time.monotonic()
         self.process = start_command(words, self.log, {})
-
-    def ranks(self) -> list[int]:
-        return rank_processes(self.process.pid)
 
     def await_all_ranks(self) -> list[int]:
         self.wait_until(lambda: len(self.ranks()) == RANKS)
@@ -90,13 +87,6 @@ class Soaked(RunFiles):
         os.kill(self.process.pid, signal.SIGTERM)
         assert self.process.wait(PATIENCE) == 143, self.said()[-2000:]
         return seconds
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            for pid in [*self.ranks(), self.process.pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        self.process.wait()
 
 
 def kill_rank(job: Soaked, rank: int) -> None:

@@ -1,23 +1,21 @@
 """What is loaded in the server from which processes of tests are forked (tests/support/ranks.py): all that a rank or a
 run imports, and the digest of the package's source, which ranks compare before they start.
 
-Objects that are there by then are kept out of garbage collection: a forked process would need half a second to go
-through all of them, and would copy every page of memory that has one.
+What a rank imports is what the starter of ranks has (cli/rank_starter.py), and objects are kept out of garbage
+collection as there.
 """
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
+
+from moefold.cli.rank_starter import import_all
 
 MODULES = (
     *("pytest", "hypothesis", "torch.distributed.checkpoint"),
-    "torch.nn.attention.bias",  # with torch's compiler
-    *("moefold.train.loop", "moefold.train.parity", "moefold.cli.main", "moefold.cli.train"),
-    *("moefold.layout.process_groups", "moefold.layout.numa", "moefold.watch.hang_watch"),
+    *("moefold.train.parity", "moefold.layout.process_groups"),
 )
 
 for name in MODULES:
     import_module(name)
-import_module("moefold.layout.agreement").source_digest()
-gc.freeze()
+import_all()
