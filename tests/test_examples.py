@@ -51,10 +51,11 @@ def test_a_loop_of_ones_own_learns_and_counts_every_choice():
 def test_a_balance_bias_evens_out_the_load():
     example = load_example("study_routing")
     text = "def area(width):\n"
-    plain, _ = example.study(0.0, 20, text)
-    biased, counts = example.study(0.02, 20, text)
+    plain, _ = example.study(0.0, 60, text)
+    biased, counts = example.study(0.02, 60, text)
     assert biased[0] == plain[0]
-    assert sum(biased[-5:]) < 0.8 * sum(plain[-5:])
+    # the package's own source is the data: fewer steps hang on its last edit; 0.7 at most with six seeds
+    assert sum(biased[-20:]) < 0.8 * sum(plain[-20:])
     assert sum(count.total() for count in counts) == 2 * len(text)
 
 
