@@ -11,6 +11,7 @@ a second instead of four imports of torch. The function must be at the top of a 
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,8 @@ from typing import Any
 
 TIMEOUT = 280.0  # seconds for a whole call, also on a busy machine, less than a test has; a rank that hangs is named
 END = 60.0  # seconds for ranks to be killed in
+
+ARRAY_TYPES = ("float64", "float32", "int64", "int32", "int16", "uint8", "bool")
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The last of them has all; where the server is not started in the repository's root, it finds the others alone.
@@ -120,7 +123,25 @@ def be_rank(
             store = dist.FileStore(str(Path(folder) / "store"), size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
         world = create_world(rank, size, torch.device("cpu"), ParallelConfig(**parallel))
-        answer.send_bytes(pickle.dumps((None, function(world, *args))))
+        answer.send_bytes(pickled((None, function(world, *args))))
     except BaseException:
-        answer.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+        answer.send_bytes(pickled((traceback.format_exc(), None)))
     signal.pause()  # until killed: a rank that leaves early closes connections that others may still be making
+
+
+def pickled(value: Any) -> bytes:
+    written = io.BytesIO()
+    ArrayPickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
+    return written.getvalue()
+
+
+class ArrayPickler(pickle.Pickler):
+    """Tensors are written as arrays: torch's own way saves a file for each of them, 0.5 ms to write and read where an
+    array takes 0.04, and traces have thousands."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if type(obj) is not torch.Tensor or obj.requires_grad or str(obj.dtype).removeprefix("torch.") not in ARRAY_TYPES:
+            return NotImplemented
+        return torch.from_numpy, (obj.numpy(),)
