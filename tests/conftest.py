@@ -21,8 +21,21 @@ TESTS = Path(__file__).parent
 ALONE = ("bench",)  # folders whose tests measure time
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where the tests that run alone are asked for, files without one need not be imported: that takes 20 s."""
+    wants_alone = config.getoption("markexpr").startswith("alone")
+    if not wants_alone or collection_path.suffix != ".py" or is_of_bench(collection_path):
+        return None
+    has_none = "mark.alone" not in collection_path.read_text(encoding="utf-8")
+    return has_none or None
+
+
+def is_of_bench(path: Path) -> bool:
+    return path.relative_to(TESTS).parts[0] in ALONE
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_extended(items)
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in ALONE:
+        if is_of_bench(item.path):
             item.add_marker(pytest.mark.alone)
