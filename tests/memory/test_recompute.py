@@ -204,10 +204,11 @@ RANK_CHOICES = ["norm,up,core,shared,experts", "moe", " > layer", "layer > layer
 
 
 def trace_choices(world: World, configs: list[Config]) -> list[RankTrace]:
-    """Traces of configurations of one layout: making its groups takes as long as many steps."""
+    """Traces of one step of configurations of one layout: making its groups takes as long as many steps. What a policy
+    would carry over to a second step is seen on one rank."""
     parallel = configs[0].parallel
     here = create_world(world.rank, world.size, world.device, parallel, node_size=4)
-    return [trace_run(config, here, STEPS) for config in configs]
+    return [trace_run(config, here, steps=1) for config in configs]
 
 
 def choices_for(config: Config, world: int) -> list[str]:
