@@ -93,6 +93,7 @@ def test_data_parallel_ranks_equal_one_rank_to_the_bit():
     assert differing(on_one(BASE, 2), on_eight(BASE, 2), everything) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_pipeline_equals_one_rank_to_the_bit_also_with_deferred_weight_gradients(schedule: str):
     model = replace(BASE.model, layers=4)

@@ -87,6 +87,7 @@ def differences(cases: list[Config]) -> list[str]:
     return found
 
 
+@pytest.mark.extended
 def test_rules_and_groups_agree_with_one_rank_on_every_kind_of_axis():
     found = differences([configuration(*case) for case in CASES])
     assert not found, "\n".join(found)

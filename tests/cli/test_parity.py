@@ -23,6 +23,7 @@ def parity(source: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=source, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.extended
 def test_a_layout_that_agrees_is_called_equal_with_exit_code_0():
     done = parity(Path(moefold.__file__).parents[1], *LAYOUT)
     assert done.returncode == 0, done.stdout + done.stderr

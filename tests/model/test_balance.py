@@ -432,12 +432,14 @@ def test_the_ways_are_twelve_and_differ_in_every_degree():
     assert all(len(v) >= 2 for v in (dp, {w.tp for w in WAYS}, {w.cp for w in WAYS}, {w.micro_batch for w in WAYS}))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_global_batch_loss_and_its_gradients_are_those_of_one_microbatch_on_one_rank(way: Way, traces: Traces):
     (plain,) = traces[Way(1, 8), "all in one microbatch"]
     assert first_mismatch(plain, traces[way, "global batch"], 1e-12) is None
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", SOME, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_do_not_depend_on_the_split_or_on_computing_again(kind: str, way: Way, traces: Traces):
@@ -445,12 +447,14 @@ def test_losses_and_gradients_do_not_depend_on_the_split_or_on_computing_again(k
     assert first_mismatch(whole, traces[way, kind], 1e-12) is None
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", WITHIN[1:], ids=str)
 def test_the_loss_of_a_microbatch_does_not_depend_on_how_it_is_cut(way: Way, traces: Traces):
     (whole,) = traces[WITHIN[0], "microbatch"]
     assert first_mismatch(whole, traces[way, "microbatch"], 1e-12) is None
 
 
+@pytest.mark.extended
 def test_kinds_of_balance_differ_so_that_agreeing_means_something(traces: Traces):
     (batch,), (micro,) = traces[Way(1, 2), "global batch"], traces[Way(1, 2), "microbatch"]
     difference = first_mismatch(batch, [micro], 1e-6)

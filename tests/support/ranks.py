@@ -27,7 +27,7 @@ from typing import Any
 TIMEOUT = 280.0  # seconds for a whole call, also on a busy machine, less than a test has; a rank that hangs is named
 END = 60.0  # seconds for ranks to be killed in
 
-ARRAY_TYPES = ("float64", "float32", "int64", "int32", "int16", "uint8", "bool")
+ARRAY_TYPES = {f"torch.{name}" for name in ("float64", "float32", "int64", "int32", "int16", "uint8", "bool")}
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The last of them has all; where the server is not started in the repository's root, it finds the others alone.
@@ -142,6 +142,6 @@ class ArrayPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         import torch
 
-        if type(obj) is not torch.Tensor or obj.requires_grad or str(obj.dtype).removeprefix("torch.") not in ARRAY_TYPES:
+        if type(obj) is not torch.Tensor or obj.requires_grad or str(obj.dtype) not in ARRAY_TYPES:
             return NotImplemented
         return torch.from_numpy, (obj.numpy(),)

@@ -65,6 +65,7 @@ def test_a_checkpoint_is_taken_up_with_other_types(before: list[str], after: lis
     assert found == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.extended
 def test_the_loss_falls_as_with_fp32_moments(tmp_path: Path):
     curves: list[list[float]] = []
     for name in ("fp32", "int8", "fp8"):

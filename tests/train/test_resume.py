@@ -124,6 +124,7 @@ def wander(world: World, folder: str, layouts: list[Config], way: list[int]) -> 
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.alone  # eight ranks for minutes: beside eight others they would pass the limit of a test
 def test_any_layout_takes_up_what_any_other_saved(tmp_path: Path):
@@ -147,6 +148,7 @@ def test_experts_and_mlps_without_a_gate_are_taken_up_by_another_layout(tmp_path
         assert worst <= 1e-6
 
 
+@pytest.mark.extended
 def test_muon_groups_and_frozen_parameters_are_taken_up_by_another_layout(tmp_path: Path):
     groups = ("*.router.weight: rule=adamw", "blocks.0.attention.*: frozen", "*.experts.*: lr=0.5")
     optim = replace(START.optim, rule="muon", groups=groups)

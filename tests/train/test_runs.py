@@ -75,6 +75,7 @@ TWO_MICROBATCHES = ["--train.micro_batch", "4"]
 LONG = ["--train.steps", str(STEPS), "--checkpoint.every", "3", "--train.validate_every", "4", *TWO_MICROBATCHES]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_killed_at_a_random_moment_and_resumed_is_bit_identical_ten_times_of_ten(tmp_path: Path):
     whole = tmp_path / "whole"
@@ -137,6 +138,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_by_name_and_leaves_th
     assert "step-00000004 at step 4" in output
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_four_ranks_give_the_losses_of_one_rank(tmp_path: Path):
     """The two commands of the README, as a user would type them, with smaller batches, shorter sequences and little

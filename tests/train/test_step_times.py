@@ -18,6 +18,7 @@ KEYS = ["--train.steps", "6", "--checkpoint.every", "0", "--observe.times_every"
 SLOWED = ["--observe.fault", "slow times=12 rank=1 step=1"]
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_slowed_is_named_and_one_that_is_not_is_not(tmp_path: Path):
     """Slowed many-fold: a busy machine does not even that out."""
     with launched(small_ranks(tmp_path, "a", 2, *KEYS, *SLOWED), tmp_path / "log") as launcher:

@@ -68,6 +68,7 @@ def test_clipping_by_units_is_the_same_inside_backward_and_after_it():
     assert differing_weights(single_rank_world(), [pair("tied", clip_by="unit", max_norm=0.05)]) == []
 
 
+@pytest.mark.extended
 def test_ranks_update_inside_backward_as_after_it_to_the_bit():
     pairs = [
         pair("plain"),

@@ -26,6 +26,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.0)
 
 
+@pytest.mark.extended
 def test_a_killed_rank_costs_a_restart_and_no_bit_of_the_losses(tmp_path: Path):
     with launched(small_ranks(tmp_path, "a", 2, *KEYS, "--restarts", "2"), tmp_path / "log") as launcher:
         assert wait_until(lambda: has_steps(tmp_path / "a", 8)), launcher.output()
