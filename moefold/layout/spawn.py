@@ -239,14 +239,14 @@ def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path], for
     if code is not None:
         end_all_ranks(ranks, GRACE_SECONDS)
         return RanksEnd(code)
-    if ranks[first].returncode == HANG_CODE:
-        return stop_after_hang(ranks, logs)
+    told = logs[0].with_name(HANG_FILE)
+    if ranks[first].returncode == HANG_CODE or told.exists():  # a rank may have lost contact with one that ended so
+        return stop_after_hang(ranks, told)
     return stop_after_failure(first, ranks, logs)
 
 
-def stop_after_hang(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> RanksEnd:
+def stop_after_hang(ranks: Sequence[RankProcess], told: Path) -> RanksEnd:
     """A rank ended the run because it hangs: print which ranks are named, and kill those that are left."""
-    told = logs[0].with_name(HANG_FILE)
     text = ""
     if told.exists():
         text = told.read_text(encoding="utf-8")

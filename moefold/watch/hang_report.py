@@ -15,8 +15,9 @@ from moefold.printable import printable_text
 
 HANGS_FOLDER = "hangs"
 LARGEST_REPORT = 64 << 20  # bytes
+STOPPED = "is stopped (SIGSTOP)"
 PROCESS_STATES = {
-    "T": "is stopped (SIGSTOP)",
+    "T": STOPPED,
     "t": "is held by a debugger",
     "Z": "has ended",
     "D": "waits for a disk or device",
@@ -128,6 +129,10 @@ def process_state(pid: int) -> str:
     _, _, rest = status.rpartition(")")
     letter = rest.split()[0]
     return PROCESS_STATES.get(letter, "")
+
+
+def is_stopped(pid: int) -> bool:
+    return process_state(pid) == STOPPED
 
 
 def write_report(report: HangReport, run_folder: Path) -> Path:

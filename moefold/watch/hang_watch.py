@@ -13,11 +13,10 @@ from moefold.layout.environment import RANKS_FOLDER_VARIABLE, Rendezvous
 from moefold.layout.process_groups import abort_communicators, connect_store
 from moefold.layout.spawn import HANG_CODE, HANG_FILE
 from moefold.watch.hang_report import HangReport, RankState, make_report, write_report
-from moefold.watch.heartbeat import Heartbeat, state_of_this_rank, with_stacks
+from moefold.watch.heartbeat import LEAST_PATIENCE, STORE_SECONDS, Heartbeat, state_of_this_rank, with_stacks
 from moefold.watch.position import HERE, begin_run
 from moefold.watch.time_limits import PhaseClock, TimeLimits
 
-STORE_SECONDS = 2.0  # that the store has to answer an alarm
 ABORT_SECONDS = 1.0
 
 
@@ -56,6 +55,7 @@ class HangWatch:
         if states is not None:
             why = (self.heartbeat and self.heartbeat.why) or why
             self.publish(make_report(why, states))
+            self.let_others_end()
         abort_within(ABORT_SECONDS)
         os._exit(HANG_CODE)
 
@@ -65,10 +65,15 @@ class HangWatch:
         seconds = self.clock.seconds
         if self.heartbeat is not None:
             self.heartbeat.own_alarm = why or None
-            if self.heartbeat.answered.wait(STORE_SECONDS):
+            if self.heartbeat.await_answer():
                 return self.heartbeat.states
         alone = state_of_this_rank(self.place.rank, 1, seconds)
         return [with_stacks(alone)]
+
+    def let_others_end(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.published.set()
+            self.heartbeat.thread.join(LEAST_PATIENCE)
 
     def publish(self, report: HangReport) -> None:
         try:

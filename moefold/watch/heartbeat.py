@@ -2,7 +2,8 @@
 
 The store is served by the launcher (`--nproc`), by torchrun's agent, or where there is neither by rank 0. A rank sends
 two messages a beat, whatever the number of ranks: its position, and the question whether there is an alarm. The first
-rank to raise one writes the report; all others send their stacks.
+rank to raise one writes the report; all others send their stacks. An alarm comes from the limit of a phase
+(watch/hang_watch.py), or from a neighbour that is stopped.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch.distributed as dist
 
 from moefold.layout.environment import Rendezvous
 from moefold.watch.call_sites import main_thread_site, waits_for_others
 from moefold.watch.hang_report import RankState, process_state, state_from_json
+from moefold.watch.neighbour import Neighbour
 from moefold.watch.position import HERE
 from moefold.watch.surroundings import launcher_check
 
 BEAT_SECONDS = 0.3
 ANSWER_SECONDS = 0.8  # that a rank of another machine has to send its stacks
 LOCAL_ANSWER_SECONDS = 1.2  # of this machine, where the system says that its process is neither stopped nor gone
+STORE_SECONDS = 2.0  # that the store has to answer an alarm
+LEAST_PATIENCE = 0.5  # likewise, where it was silent before
+REPORT_SECONDS = 4.0  # that the reporting rank has
 LONGEST_STACKS = 200_000  # characters
 
 StoreOpener = Callable[[Rendezvous], dist.Store]
@@ -41,11 +47,14 @@ class Heartbeat:
         self.open_store = open_store
         self.seconds_in_phase = seconds_in_phase
         self.host = socket.gethostname()
+        self.neighbour = Neighbour(place, self.host)
+        self.heard = time.monotonic()  # when the store last answered
         self.count = 0
         self.ended = threading.Event()  # the run is over
         self.alarm_raised = threading.Event()  # by any rank
         self.own_alarm: str | None = None  # why this rank raises one
-        self.answered = threading.Event()  # the states of all ranks are gathered, or this rank's stacks are sent
+        self.answered = threading.Event()  # the states of all ranks are gathered, or the report is written elsewhere
+        self.published = threading.Event()  # the report of this rank is written
         self.states: list[RankState] | None = None  # of all ranks, on the rank that reports
         self.why = ""
         self.thread = threading.Thread(target=self.beat_until_alarm, daemon=True, name="heartbeat")
@@ -58,14 +67,28 @@ class Heartbeat:
         missing_launcher = launcher_check(os.environ)  # which serves the store
         try:
             store = self.open_store(self.place)
+            read_state = partial(self.read_state, store)
             while not self.own_alarm and not store.check(["watch/alarm"]):
                 self.send(store, "beat", self.own_state())
+                self.heard = time.monotonic()
+                trouble = self.neighbour.look(read_state)
+                if trouble:
+                    self.own_alarm = trouble
                 is_over = self.ended.wait(BEAT_SECONDS)
                 if is_over or missing_launcher():
                     return
             self.answer_alarm(store)
         except RuntimeError:  # the store is gone
             return
+
+    def await_answer(self) -> bool:
+        """Wait until `answered`; whether it is. A store that has been silent, as behind a cut link, is given less
+        time; once it has taken the alarm, the reporting rank has its own."""
+        silent = time.monotonic() - self.heard
+        patience = max(LEAST_PATIENCE, STORE_SECONDS - silent)
+        if self.answered.wait(patience):
+            return True
+        return self.alarm_raised.is_set() and self.answered.wait(REPORT_SECONDS)
 
     def send(self, store: dist.Store, kind: str, state: RankState) -> None:
         fields = asdict(state)
@@ -84,10 +107,12 @@ class Heartbeat:
         self.alarm_raised.set()
         if first["rank"] == self.place.rank:
             self.states = self.gather_states(store)
-            store.set("watch/gathered", "")
+            self.answered.set()
+            self.published.wait(STORE_SECONDS)
+            store.set("watch/reported", "")
         else:
-            store.wait(["watch/gathered"])
-        self.answered.set()
+            store.wait(["watch/reported"])  # who ends before may take the reporting rank with it
+            self.answered.set()
 
     def gather_states(self, store: dist.Store) -> list[RankState]:
         begun = time.monotonic()
@@ -97,6 +122,7 @@ class Heartbeat:
         while missing:
             for rank in sorted(missing):
                 states[rank] = self.read_state(store, rank)
+            self.heard = time.monotonic()
             waited = time.monotonic() - begun
             missing = {rank for rank in missing if self.may_still_answer(states[rank], waited)}
             time.sleep(0.02)

@@ -104,11 +104,12 @@ def judge_hang(out: Path, said: str, moment: str, rank: int, seconds: float, lef
     report: dict[str, Any] = json.loads(reports[0].read_text())
     found = re.search(r"within (\S+) s", report["why"])
     late = seconds - float(found[1]) if found else seconds
+    since = "limit" if found else "stop"
     stacks = [state["rank"] for state in report["ranks"] if state["stacks"]]
     others = [number for number in range(RANKS) if number != rank]
     passed = report["named"] == [rank] and stacks == others and not left and late <= 2
     stood = report["ranks"][rank]["place"] or "not heard of"
-    text = f"rank {rank} stopped in {stood} ({moment}): named {report['named']} {late:.2f} s after the limit, "
+    text = f"rank {rank} stopped in {stood} ({moment}): named {report['named']} {late:.2f} s after the {since}, "
     return Outcome(passed, f"{text}stacks of {stacks}, {len(left)} processes left", late)
 
 
