@@ -102,7 +102,7 @@ class LinkFault:
 
 LINK_FAULTS = {
     "cut": LinkFault(VirtualLink.cut, VirtualLink.join, "rank 1 does not answer"),
-    "link": LinkFault(VirtualLink.slow, VirtualLink.quicken, "a link is slow"),
+    "link": LinkFault(VirtualLink.slow, VirtualLink.quicken, "the link between rank 0 and rank 1"),
 }
 
 

@@ -24,8 +24,7 @@ def describe_record(record: Record) -> str:
         parts.append(f"{compact_number(record['tokens_per_s'])} tok/s")
         parts.append(f"{record['tflops']:.3g} TFLOP/s")
     if "slow_rank" in record:
-        rank = record["slow_rank"]
-        parts.append("a link is slow" if rank < 0 else f"rank {rank} is slow")
+        parts.append(describe_slow_place(record))
     if record.get("max_violation"):  # a model without experts has none
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
     dead = sum(record.get("dead_experts", []))
@@ -35,6 +34,15 @@ def describe_record(record: Record) -> str:
     if dropped:
         parts.append(f"dropped {100 * dropped:.3g} %")
     return " | ".join(parts)
+
+
+def describe_slow_place(record: Record) -> str:
+    rank = record["slow_rank"]
+    if rank >= 0:
+        return f"rank {rank} is slow"
+    if "slow_link_first" not in record:
+        return "a link is slow"
+    return f"link {record['slow_link_first']}-{record['slow_link_second']} is slow"
 
 
 def describe_validation(record: Record) -> str:

@@ -7,7 +7,7 @@ kernels, reading data, Python.
 
 A rank is slow if its compute takes `factor` times the median of the others', in PERSISTS successive windows of steps. A
 link is slow if no rank is, and communication has become LINK_FACTOR times that of the first windows, and more than half
-of the step.
+of the step. Which one it is, a probe tells (comm/link_probe.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from moefold.observe.metrics import JsonLines, Record
+from moefold.observe.slow_links import SlowLinks
 
 TIMES_FILE = "times.jsonl"
 PERSISTS = 3  # windows
@@ -64,15 +65,27 @@ def split_times(compute: Sequence[float], blocked: Sequence[float]) -> RankTimes
 
 
 class SlowPlace(NamedTuple):
-    """What holds up a run: a rank, or where `rank` is None a link; and how many times it takes as long."""
+    """What holds up a run: a rank, or where `rank` is None a link; and how many times it takes as long. `links`: what a
+    probe of all links has found, if anything stood out."""
 
     rank: int | None
     times: float
+    links: SlowLinks | None = None
 
     def __str__(self) -> str:
         if self.rank is None:
-            return f"a link is slow: communication takes {self.times:.3g} times as long as at first, on all ranks"
+            where = self.links.where if self.links else "a link"
+            verb = "are" if where.startswith("the links") else "is"
+            return f"{where} {verb} slow: communication takes {self.times:.3g} times as long as at first, on all ranks"
         return f"rank {self.rank} is slow: its compute takes {self.times:.3g} times as long as that of the others"
+
+    def metrics(self) -> Record:
+        if self.rank is not None:
+            return {"slow_rank": self.rank}
+        if self.links is None:
+            return {"slow_rank": -1}
+        first, second = self.links.slowest
+        return {"slow_rank": -1, "slow_link_first": first, "slow_link_second": second}
 
 
 class StragglerJudge:

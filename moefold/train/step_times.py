@@ -4,7 +4,8 @@
     exchange                    ^ all-reduce of [stop requests, compute and blocked time of rank 0, of rank 1, ...]
 
 The exchange is the all-reduce of stop requests (train/host_duties.py), which every step has: it is longer every
-`observe.times_every` steps. A rank fills its own two places, and the maximum over ranks has all of them.
+`observe.times_every` steps. A rank fills its own two places, and the maximum over ranks has all of them. All ranks
+judge by the same numbers, so that they probe their links together when a link is found to be slow.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from moefold.comm.blocked_times import TimedStep, timed_step
+from moefold.comm.link_probe import probe_links
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer
 from moefold.observe.rank_times import TIMES_FILE, SlowPlace, StragglerJudge, TimesLog, split_times
+from moefold.observe.slow_links import SlowLinks, find_slow_links
 from moefold.train.assemble import Run
+from moefold.watch.position import slow_phase
 
 MICROSECONDS = 1_000_000
 
@@ -56,9 +60,11 @@ class StepTimer:
 
 
 class TimesRecorder:
-    """Records the times of all ranks, and says when a rank or a link is found to be slow."""
+    """Judges the times of all ranks, on every rank alike. Rank 0, which has the log, records them, and says when a rank
+    or a link is found to be slow."""
 
-    def __init__(self, log: TimesLog, slow_rank: float, say: Printer):
+    def __init__(self, world: World, log: TimesLog | None, slow_rank: float, say: Printer):
+        self.world = world
         self.log = log
         self.judge = StragglerJudge(slow_rank)
         self.say = say
@@ -69,24 +75,33 @@ class TimesRecorder:
         seconds = [number / MICROSECONDS for number in numbers]
         times = split_times(seconds[::2], seconds[1::2])
         slow = self.judge.look(times)
-        self.log.write(step, times, slow)
-        values = times.metrics()
-        if slow is not None:
-            values["slow_rank"] = -1 if slow.rank is None else slow.rank
-            if self.named is None or self.named.rank != slow.rank:
-                self.say(f"step {step}: {slow}")
+        before = self.named
+        is_new = slow is not None and (before is None or before.rank != slow.rank)
+        if slow is not None and slow.rank is None:
+            links = before.links if before and not is_new else self.find_links()
+            slow = slow._replace(links=links)
+        if self.log is not None:
+            self.log.write(step, times, slow)
+        if is_new:
+            self.say(f"step {step}: {slow}")
         self.named = slow
-        return values
+        return times.metrics() | (slow.metrics() if slow else {})
+
+    def find_links(self) -> SlowLinks | None:
+        with slow_phase("probe of links"):
+            seconds = probe_links(self.world)
+        return find_slow_links(seconds, self.world.node_size) if seconds else None
 
     def close(self) -> None:
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
 
 
 def open_times_recorder(run: Run, last_kept: int, say: Printer) -> TimesRecorder | None:
-    """The recorder of rank 0; None on other ranks, and where no step is timed."""
+    """The recorder of this rank; None where no step is timed."""
     observe = run.config.observe
-    slow_rank = observe.slow_rank
-    if run.world.rank or run.world.size == 1 or not observe.times_every:
+    world = run.world
+    if world.size == 1 or not observe.times_every:
         return None
-    log = TimesLog(run.out / TIMES_FILE, last_kept)
-    return TimesRecorder(log, slow_rank, say)
+    log = None if world.rank else TimesLog(run.out / TIMES_FILE, last_kept)
+    return TimesRecorder(world, log, observe.slow_rank, say)

@@ -61,7 +61,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 TIMES = (
     *("tokens_per_s", "tflops", "seconds", "memory_gib", "copy_wait_s"),
-    *("compute_s", "communication_s", "waiting_s", "slow_rank"),
+    *("compute_s", "communication_s", "waiting_s", "slow_rank", "slow_link_first", "slow_link_second"),
 )
 
 
