@@ -76,6 +76,7 @@ TORCH_FREE = {
     "data/prepared_folder.py",
     "data/readers.py",
     "data/recent.py",
+    "data/sample_batches.py",
     "data/sequences.py",
     "data/shards.py",
     "data/shuffle.py",

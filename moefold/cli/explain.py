@@ -159,8 +159,12 @@ def describe_packing(config: Config) -> str | None:
     if data.packing == "windows":
         return None
     fit = data.packing.replace("_", "-")
+    batch = f"{config.train.global_batch} bins a batch"
+    if data.batch_of == "samples":
+        most = f"at most {config.train.global_batch}, which times and the memory planned here assume"
+        batch = f"as many as {config.train.global_batch} documents a batch fill ({most})"
     return (
-        f"whole documents by {fit} in bins of {data.seq_len} tokens, {config.train.global_batch} bins a batch; longer "
+        f"whole documents by {fit} in bins of {data.seq_len} tokens, {batch}; longer "
         "documents are cut; padding has no label"
     )
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+from moefold.config.batch_rules import BATCH_RULES
 from moefold.config.clone_rules import CLONE_RULES
 from moefold.config.errors import UserError
 from moefold.config.fault_order import fault_problem
@@ -716,6 +717,7 @@ RULES: list[ConfigRule] = [
     *OPTIMIZER_RULES,
     *LORA_RULES,
     *PREFERENCE_RULES,
+    *BATCH_RULES,
     *PRECISION_RULES,
     *MEMORY_RULES,
     *SHARD_RULES,

@@ -209,12 +209,17 @@ class DataConfig:
     packing: Literal["windows", "first_fit", "best_fit"] = key(
         "windows", "sequences are windows of the joined text, or whole documents packed into bins of seq_len"
     )
+    batch_of: Literal["sequences", "samples"] = key(
+        "sequences",
+        "what train.global_batch counts: sequences, or samples, which are packed into as many microbatches of at most "
+        "seq_len tokens as they need",
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = key(400, "optimizer steps", at_least=1)
-    global_batch: int = key(16, "sequences of one step, over all ranks", at_least=1)
+    global_batch: int = key(16, "sequences of one step, or samples (data.batch_of), over all ranks", at_least=1)
     micro_batch: int = key(4, "sequences of one microbatch of a rank, at most", at_least=1)
     objective: Literal["next_token", "dpo"] = key(
         "next_token",

@@ -22,6 +22,7 @@ from moefold.data.entries import BadEntries, entry_documents
 from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
 from moefold.data.preferences import PreferenceDocuments
+from moefold.data.sample_batches import packing_kind
 from moefold.data.samples import sample_reader
 from moefold.data.sequences import MemoryDocuments, RowSequences, TextDocuments
 from moefold.data.tokenizer import Tokenizer
@@ -60,14 +61,15 @@ class Corpus:
         if data.format != "preferences":
             return windows
         text = TextDocuments(data.source, self.held_out_starts)
-        return self.pack_windows(windows, text, data, windows.windows)
+        in_bins = replace(data, batch_of="sequences")
+        return self.pack_windows(windows, text, in_bins, windows.windows)
 
     def pack_windows(self, windows: RowSequences, text: TextDocuments, data: DataConfig, batch: int) -> PackedSequences:
         """Bins of documents in place of windows."""
         kind = PreferenceDocuments if data.format == "preferences" else MemoryDocuments
         documents = kind(windows.row, text, windows.seed, windows.mask)
         source = PackedSource(self.fingerprint(), documents)
-        return PackedSequences(windows, [source], Mixture(WHOLE, batch), batch, data.packing)
+        return packing_kind(data)(windows, [source], Mixture(WHOLE, batch), batch, data.packing)
 
     def fingerprint(self) -> str:
         """A digest of the tokens, of where documents begin, and of masks."""

@@ -160,19 +160,21 @@ class BatchLoader:
         imposed = dict(zip(layers, others, strict=True))
         return Batch(tokens, labels, first, begins, imposed, filled)
 
-    def sequences_per_rank(self, count: int) -> int:
-        """Sequences in each rank's share of `count`, rounded up: every rank runs the same number of forward passes.
-        The labels of surplus sequences are ignored."""
+    def sequences_per_rank(self, consumed: int, count: int) -> int:
+        """Sequences in each rank's share of `count`, or of the bins that so many samples fill, rounded up: every rank
+        runs the same number of forward passes. The labels of surplus sequences are ignored."""
+        if self.packed is not None:
+            count = self.packed.bins_of_batch(consumed, count)
         return -(-count // self.dp.size)
 
     def first_sequence(self, consumed: int, count: int) -> int:
-        share = self.sequences_per_rank(count)
+        share = self.sequences_per_rank(consumed, count)
         return consumed + self.dp.index * share
 
     def assemble_batch(self, consumed: int, count: int) -> Arrays:
         """Tokens, labels and, if needed, document begins, filled tokens and replayed choices."""
         first = self.first_sequence(consumed, count)
-        share = self.sequences_per_rank(count)
+        share = self.sequences_per_rank(consumed, count)
         numbers = range(first, first + share)
         with self.reading:
             sequences = [self.sequences.arrays(number) for number in numbers]
@@ -195,5 +197,5 @@ class BatchLoader:
         if replay is None:
             return []
         first = self.first_sequence(consumed, count)
-        share = self.sequences_per_rank(count)
+        share = self.sequences_per_rank(consumed, count)
         return [replay.read_rows(layer, first, share) for layer in replay.layers]

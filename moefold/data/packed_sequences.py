@@ -49,17 +49,28 @@ class DocumentRow(Protocol):
 
 
 class PackedSource(NamedTuple):
-    """The row of a source, and the digest of its tokens."""
+    """The row of a source, the digest of its tokens, and of a prepared one its name and the tokens of an epoch."""
 
     digest: str
     row: DocumentRow
+    name: str = ""
+    tokens: int = 0
+
+
+class PlacedSample(NamedTuple):
+    """A sample, and the row that has its tokens."""
+
+    row: DocumentRow
+    sample: Sample
+
+
+Bin = list[PlacedSample]
 
 
 class PlannedBatch(NamedTuple):
-    """The bins of a batch by source, the bins that each source has given before it, and the share of padding."""
+    """The bins of a batch, and the share of padding."""
 
-    plans: list[PackedBins]
-    before: list[int]
+    bins: list[Bin]
     waste: float
 
 
@@ -92,24 +103,24 @@ class PackedSequences:
         self.planned: dict[int, PlannedBatch] = {}
 
     def arrays(self, number: int) -> SequenceArrays:
-        samples, row = self.bin_of(number)
-        return fill_row(samples, row, self.seq_len)
+        return fill_row(self.bin_of(number), self.seq_len)
 
     def documents(self, number: int) -> list[DocumentId]:
-        samples, row = self.bin_of(number)
         found: list[DocumentId] = []
-        for sample in samples:
+        for row, sample in self.bin_of(number):
             found += row.documents(sample.start, sample.start + sample.length)
         return found
 
-    def bin_of(self, number: int) -> tuple[list[Sample], DocumentRow]:
-        """The samples of a sequence, and the row that has their tokens."""
+    def bin_of(self, number: int) -> Bin:
+        """The samples of a sequence; none behind the last bin of its batch."""
         first = self.first_of_batch(number)
-        planned = self.plan_at(first)
-        place = self.mixture.place(number)
-        source = place.source
-        bins = planned.plans[source].bins
-        return bins[place.number - planned.before[source]], self.sources[source].row
+        bins = self.plan_at(first).bins
+        place = number - first
+        return bins[place] if place < len(bins) else []
+
+    def bins_of_batch(self, first: int, count: int) -> int:
+        """How many of the `count` numbers from `first` on are those of bins."""
+        return count
 
     def first_of_batch(self, number: int) -> int:
         passed = number - self.begin
@@ -144,17 +155,26 @@ class PackedSequences:
         plans: list[PackedBins] = []
         following: list[PackingState] = []
         for source, state in enumerate(states):
-            bins = after[source] - before[source]
-            plan, state = self.plan_source(source, bins, state)
+            count = after[source] - before[source]
+            plan, state = self.plan_source(source, count, state)
             plans.append(plan)
             following.append(state)
-        used = sum(plan.used for plan in plans)
-        room = self.batch * self.seq_len
-        planned = PlannedBatch(plans, before, 1 - used / room)
+        bins: list[Bin] = []
+        for number in range(first, behind):
+            source, place = self.mixture.place(number)
+            samples = plans[source].bins[place - before[source]]
+            row = self.sources[source].row
+            bins.append([PlacedSample(row, sample) for sample in samples])
+        return self.keep_plan(first, bins, tuple(following))
+
+    def keep_plan(self, first: int, bins: list[Bin], following: States) -> States:
+        """Keep the plan of a batch and the states behind it, which are returned."""
+        used = sum(sample.length for placed in bins for _, sample in placed)
+        room = len(bins) * self.seq_len
+        planned = PlannedBatch(bins, 1 - used / room)
         keep_newest(self.planned, first, planned, KEPT_BATCHES)
-        following_states = tuple(following)
-        keep_newest(self.states, behind, following_states, KEPT_BATCHES)
-        return following_states
+        keep_newest(self.states, first + self.batch, following, KEPT_BATCHES)
+        return following
 
     def plan_source(self, source: int, bins: int, state: PackingState) -> tuple[PackedBins, PackingState]:
         if not bins:
@@ -241,13 +261,13 @@ def take_sample(row: DocumentRow, position: int, longest: int) -> TakenSample:
     return TakenSample(sample, end if is_last else behind)
 
 
-def fill_row(samples: list[Sample], row: DocumentRow, seq_len: int) -> SequenceArrays:
+def fill_row(placed: Bin, seq_len: int) -> SequenceArrays:
     """A bin: its samples one behind the other, then padding, which is a document without labels."""
     tokens = np.zeros(seq_len, dtype=np.int64)
     labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
     begins = np.zeros(seq_len, dtype=np.int32)
     filled = 0
-    for sample in samples:
+    for row, sample in placed:
         behind = sample.start + sample.length
         window = row.read(sample.start, behind + 1)
         here = slice(filled, filled + sample.length)

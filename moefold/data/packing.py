@@ -124,3 +124,22 @@ def find_room(rooms: np.ndarray, length: int, fit: str) -> int | None:
         candidates = np.where(fits, rooms, none)
         place = int(np.argmin(candidates))
     return place
+
+
+def fill_bins(lengths: list[int], capacity: int, fit: str) -> list[list[int]]:
+    """All samples by their numbers, longest first, in as many bins as they fill; the numbers of a bin are in order."""
+    rooms = np.full(len(lengths), capacity)
+    bins: list[list[int]] = []
+    longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    for number in longest_first:
+        opened = rooms[: len(bins) + 1]  # the last one is empty
+        place = find_room(opened, lengths[number], fit)
+        if place is None:
+            raise ValueError(f"a sample has {lengths[number]} tokens; expected at most {capacity}: cut it")
+        if place == len(bins):
+            bins.append([])
+        rooms[place] -= lengths[number]
+        bins[place].append(number)
+    for numbers in bins:
+        numbers.sort()
+    return bins

@@ -18,6 +18,7 @@ from moefold.data.document_stream import DocumentStream, ShardPlace, shard_place
 from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
 from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index, saved_tokenizer, vocabulary_digest
+from moefold.data.sample_batches import packing_kind
 from moefold.data.sequences import MixedSequences, NamedStream
 from moefold.data.shards import mask_bytes, require_size
 from moefold.data.shuffle import mix_keys
@@ -58,8 +59,10 @@ class PreparedCorpus:
 
     def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
         windows = self.train_sequences(data, seed, batch)
-        sources = [PackedSource(source.digest, source.stream) for source in windows.sources]
-        return PackedSequences(windows, sources, windows.mixture, batch, data.packing)
+        sources: list[PackedSource] = []
+        for name, digest, stream in windows.sources:
+            sources.append(PackedSource(digest, stream, name, stream.tokens))
+        return packing_kind(data)(windows, sources, windows.mixture, batch, data.packing)
 
     def held_out_sequences(self, data: DataConfig) -> MixedSequences:
         stream = make_stream(self.sources, "held_out", data.seq_len, seed=0)

@@ -191,7 +191,8 @@ def single_rank_config(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
     moe = config.model.moe
     has_capacity = moe.capacity.factor != 0
-    counts_microbatches = has_capacity or moe.balance.aux_over == "microbatch"
+    fills_bins = config.data.batch_of == "samples"
+    counts_microbatches = has_capacity or fills_bins or moe.balance.aux_over == "microbatch"
     micro_batch = 1 if counts_microbatches else 2
     return replace(
         config,

@@ -87,6 +87,10 @@ def test_packing_is_shown_where_sequences_are_no_windows(capsys: pytest.CaptureF
     assert run_command_line(["explain", "tiny", "--data.packing", "first_fit", "--data.attend", "document"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "packing: whole documents by first-fit in bins of 256 tokens, 8 bins a batch" in shown
+    samples = ["--data.packing", "best_fit", "--data.attend", "document", "--data.batch_of", "samples"]
+    assert run_command_line(["explain", "tiny", *samples, "--train.micro_batch", "1"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "in bins of 256 tokens, as many as 8 documents a batch fill (at most 8, " in shown
 
 
 def test_rules_and_groups_are_shown_where_they_are_not_the_default(capsys: pytest.CaptureFixture[str]):

@@ -26,6 +26,8 @@ PREFERENCES = (
 
 CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
 
+SAMPLES = "--data.batch_of=samples --data.packing=best_fit --data.attend=document"
+
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "weights are of prepared sources": [
@@ -410,6 +412,13 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
             1,
             "model.moe.capacity.factor = 1.5",
         ),
+    ],
+    "counted samples are packed": [("--data.batch_of=samples", 1, "data.batch_of = samples")],
+    "a bin of counted samples is a microbatch": [(f"{SAMPLES} --train.micro_batch=2", 1, "train.micro_batch = 2")],
+    "steps of other lengths are launched anew": [(f"{SAMPLES} --memory.graphs=whole", 1, "memory.graphs = whole")],
+    "recorded sequences are counted": [
+        (f"{SAMPLES} --train.record_routing=a", 1, "train.record_routing = a"),
+        (f"{SAMPLES} --train.replay_routing=a", 1, "train.replay_routing = a"),
     ],
     "samples are read from files": [
         ("--data.format=chat", 1, "data.format = chat"),

@@ -108,8 +108,8 @@ def samples_of_epochs(sequences: PackedSequences, epochs: int) -> list[list[Samp
     found: list[list[Sample]] = [[] for _ in range(epochs)]
     first = 0
     while True:
-        for samples in sequences.plan_at(first).plans[0].bins:
-            for sample in samples:
+        for placed in sequences.plan_at(first).bins:
+            for _, sample in placed:
                 epoch = sample.start // sequences.tokens
                 if epoch < epochs:
                     found[epoch].append(sample)
@@ -166,7 +166,7 @@ def test_no_token_is_lost_or_repeated_where_batches_and_bins_change_on_a_resume(
     second.restore(begin, json.loads(saved_state(in_memory, begin)))
     planned = [first.plan_at(number) for number in range(0, begin, BATCH)]
     planned += [second.plan_at(number) for number in range(begin, begin + 40, 4)]
-    taken = [sample for batch in planned for samples in batch.plans[0].bins for sample in samples]
+    taken = [sample for batch in planned for placed in batch.bins for _, sample in placed]
     state = second.states_at(begin + 40)[0]
     assert state.following > first.states_at(begin)[0].following
     assert any(sample.length > 40 for sample in first.states_at(begin)[0].waiting), "a sample to cut"

@@ -214,6 +214,57 @@ def test_a_packed_step_with_masks_on_any_layout_is_the_step_on_each_document_by_
         assert difference is None, f"{config.parallel}, {config.model}: {difference}"
 
 
+COUNTED = [  # pp, cp, tp, ep, schedule
+    (2, 2, 1, 4, "interleaved"),
+    (4, 1, 2, 1, "zb_h1"),
+]
+
+
+def counted(world: int, **settings: Any) -> Config:
+    """A run whose steps have 20 samples each."""
+    config = packed(world, **settings)
+    train = replace(config.train, global_batch=20, micro_batch=1)
+    return check_config(replace(config, train=train, data=replace(config.data, batch_of="samples")), world)
+
+
+def two_steps(world: World, configs: Sequence[Config]) -> list[tuple[list[TraceEntry], list[float], list[int]]]:
+    """Loss, loads and gradients of the first step; losses and microbatches of both."""
+    found: list[tuple[list[TraceEntry], list[float], list[int]]] = []
+    for config in configs:
+        here = create_world(world.rank, world.size, world.device, config.parallel) if world.size > 1 else world
+        run = assemble_run(config, here, Path("."), corpus(has_masks=True))
+        trace: list[TraceEntry] = []
+        losses: list[float] = []
+        microbatches: list[int] = []
+        for _ in range(2):
+            batch = run.loader.next_batch()
+            report = train_step(run, batch)
+            counts = expert_token_counts(report.loads, "")
+            trace = trace or [scalar_entry("loss", report.loss), *counts, *local_gradients(run, "")]
+            losses.append(report.loss)
+            microbatches.append(len(batch.tokens_BS))
+        found.append((trace, losses, microbatches))
+    return found
+
+
+def test_a_step_of_counted_samples_has_as_many_microbatches_as_they_fill_and_equals_each_by_itself_on_any_layout():
+    configs: list[Config] = []
+    for number, (pp, cp, tp, ep, schedule) in enumerate(COUNTED):
+        fit = ("first_fit", "best_fit")[number % 2]
+        layout = {"pp": pp, "cp": cp, "tp": tp, "ep": ep}
+        configs.append(counted(RANKS, mtp=number % 2, packing=fit, schedule=schedule, **layout))
+    by_rank = run_ranks(two_steps, RANKS, configs)
+    for number, config in enumerate(configs):
+        traces, losses, microbatches = zip(*(found[number] for found in by_rank), strict=True)
+        difference = first_mismatch(one_by_one(config, True), traces, 1e-12)
+        assert difference is None, f"{config.parallel}: {difference}"
+        ((_, expected, bins),) = two_steps(single_rank_world(), [single_rank_config(config)])
+        assert losses[0] == pytest.approx(expected, rel=1e-9), "two steps are those of one rank"
+        dp = RANKS // (config.parallel.pp * config.parallel.cp * config.parallel.tp)
+        assert list(microbatches[0]) == [-(-count // dp) for count in bins]
+    assert len(set(bins)) > 1, "microbatches differ from step to step"
+
+
 def test_the_layouts_have_every_mechanism_size_schedule_and_form():
     configs = combinations()
     assert len(configs) == COMBINATIONS
