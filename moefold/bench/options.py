@@ -247,6 +247,44 @@ class EchoOptions(BenchOptions):
                 raise UserError(f"--experts {self.experts} is no multiple of --ranks {ranks}; such as 128 and 8")
 
 
+@dataclass(frozen=True)
+class ContextOptions(BenchOptions):
+    """Predict a step on samples of many lengths with static and with dynamic context parallelism."""
+
+    model: tyro.conf.Positional[str] = "qwen3-30b-a3b"
+    """A preset, or a YAML file of configuration keys."""
+    gpus: int = 64
+    """Number of GPUs."""
+    gpu: str = "h100"
+    """GPU model, as `moefold plan --gpu` takes it."""
+    pp: int = 1
+    """Pipeline stages; the other GPUs are dp x cp."""
+    ep: int = 8
+    """Ranks that share the experts."""
+    context: str = "ring"
+    """Mechanism of context parallelism (parallel.context)."""
+    limit: int = 8192
+    """Tokens of a rank in a microbatch."""
+    tokens: int = 8_388_608
+    """Tokens of a step."""
+    median: float = 2000
+    """Median length of samples, which are log-normal."""
+    sigma: float = 1.4
+    """Standard deviation of the logarithm of a length."""
+    longest: int = 131_072
+    """Length that longer samples are cut to."""
+    batches: int = 3
+    """Batches that are drawn; means are shown."""
+
+    def check_values(self) -> None:
+        for name in ("gpus", "pp", "ep", "limit", "tokens", "longest", "batches"):
+            require_positive(name, getattr(self, name))
+        if self.limit < 2 or self.median <= 0 or self.sigma < 0:
+            raise UserError("--limit must be at least 2, --median above 0, --sigma at least 0; such as 8192, 2000, 1.4")
+        if self.gpus % self.pp:
+            raise UserError(f"--pp {self.pp} does not divide --gpus {self.gpus}; such as 4 and 64")
+
+
 MemoryPart = Literal["recompute", "offload", "longest"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 

@@ -35,6 +35,7 @@ SUBJECTS = {
     "formats": BenchSubject(bench_options.FormatsOptions, "errors, bytes and time of a layer by precision recipe"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),
     "echo": BenchSubject(bench_options.EchoOptions, "rows of the largest rank with clones of hot experts, planned"),
+    "context": BenchSubject(bench_options.ContextOptions, "static and dynamic context parallelism, planned"),
     "memory": BenchSubject(bench_options.MemoryOptions, "recompute and offload: step time, bytes, peak"),
     "save": BenchSubject(bench_options.SaveOptions, "checkpoints: bandwidth, delay of a step", takes_config_keys=True),
     "calibrate": BenchSubject(bench_options.CalibrateOptions, "this machine, as a file for `moefold plan --gpu`"),

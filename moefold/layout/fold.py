@@ -128,6 +128,14 @@ def split_digit_by_node(digit: Digit, node_size: int) -> tuple[Partition, Partit
     return (inside,), (across,)
 
 
+def powers_of_two_in(ranks: int) -> list[int]:
+    """1, 2, 4, ... as long as they divide a number of ranks: sizes of groups that tile it, each inside the next."""
+    powers = [1]
+    while ranks % (2 * powers[-1]) == 0:
+        powers.append(2 * powers[-1])
+    return powers
+
+
 def fold_into_grids(world: int, parallel: ParallelConfig) -> tuple[Grid, Grid]:
     """Dense grid (pp, dp, cp, tp) and expert grid (pp, edp, ep, etp) over the same ranks, sharing pp."""
     p = parallel

@@ -139,20 +139,46 @@ def time_slots(program: OrderedProgram, costs: StageCosts) -> SlotTimes:
     for slot in program.shapes:
         seconds = map(costs.compute_seconds, slot)
         computes.append(sum(seconds))
-    finish = [0.0] * program.ranks
-    starts: list[float] = []
-    ends: list[float] = []
-    for rank, _, shape, awaited in program.slots:
-        start = finish[rank]
-        for place in awaited:
-            start = max(start, ends[place] + costs.send)
-        end = start + durations[shape]
-        finish[rank] = end
-        starts.append(start)
-        ends.append(end)
+    of_slots = [durations[slot.shape] for slot in program.slots]
+    starts, ends, finish = follow_program(program, of_slots, costs.send)
     busy = [sum_over_shapes(counts, durations) for counts in program.shape_counts]
     compute = [sum_over_shapes(counts, computes) for counts in program.shape_counts]
     return SlotTimes(starts, ends, finish, busy, compute)
+
+
+class FollowedProgram(NamedTuple):
+    """Start and end of each slot, and when each rank ends."""
+
+    starts: list[float]
+    ends: list[float]
+    finish: list[float]
+
+
+def follow_program(program: OrderedProgram, durations: Sequence[float], send: float) -> FollowedProgram:
+    """The slots of a program one behind the other, each as soon as its rank and its inputs are there."""
+    finish = [0.0] * program.ranks
+    starts: list[float] = []
+    ends: list[float] = []
+    for (rank, _, _, awaited), duration in zip(program.slots, durations, strict=True):
+        start = finish[rank]
+        for place in awaited:
+            start = max(start, ends[place] + send)
+        end = start + duration
+        finish[rank] = end
+        starts.append(start)
+        ends.append(end)
+    return FollowedProgram(starts, ends, finish)
+
+
+def uneven_makespan(program: OrderedProgram, costs: StageCosts, weights: Sequence[float]) -> float:
+    """Seconds of a program whose microbatches have uneven work: `weights` are by microbatch, 1 for that of the
+    costs."""
+    durations: list[float] = []
+    for ordered in program.slots:
+        weight = max(weights[op.microbatch] for op in ordered.slot)
+        durations.append(weight * slot_duration(ordered.slot, costs))
+    followed = follow_program(program, durations, costs.send)
+    return max(followed.finish)
 
 
 def slot_slack(program: OrderedProgram, times: SlotTimes, send: float) -> list[float]:

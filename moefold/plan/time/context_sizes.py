@@ -1,0 +1,133 @@
+"""Static and dynamic context parallelism on the same samples: seconds of a step by the planner's prices and simulator.
+
+    static   every sample on the ranks that the longest one needs, packed into bins of so many tokens
+    even     likewise, with bins of about the same seconds in a microbatch
+    dynamic  the plan of `data/dynamic_context.py`
+
+Ranks wait for the slowest in every microbatch, as expert parallelism makes them; a pipeline's program is simulated with
+the seconds of each microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+
+from moefold.config.run import ParallelConfig, PipelineConfig
+from moefold.data.dynamic_context import (
+    ContextGroup,
+    ContextMicrobatch,
+    ContextPlan,
+    ContextPrice,
+    ContextShape,
+    OpenGroup,
+    SizedSample,
+    group_seconds,
+    plan_context,
+    small_large_small,
+)
+from moefold.data.packing import find_room
+from moefold.plan.time.simulate_step import ordered_program
+from moefold.schedule.simulate_program import uneven_makespan
+from moefold.schedule.stage_costs import uniform_costs
+
+OP_SHARES = 3  # of a microbatch's seconds: forward, data gradient, weight gradient
+
+
+class LengthDistribution(NamedTuple):
+    """Log-normal lengths, cut at the longest."""
+
+    median: float
+    sigma: float
+    longest: int
+
+    def draw(self, tokens: int, seed: int) -> list[int]:
+        """Lengths of the samples of a batch of so many tokens."""
+        random = np.random.Generator(np.random.PCG64(seed))
+        lengths: list[int] = []
+        total = 0
+        while total < tokens:
+            drawn = random.lognormal(log(self.median), self.sigma)
+            length = max(1, min(int(drawn), self.longest))
+            lengths.append(length)
+            total += length
+        return lengths
+
+
+def static_plan(
+    lengths: Sequence[int], shape: ContextShape, price: ContextPrice, longest: int, is_even: bool
+) -> ContextPlan:
+    """Bins for groups of the size that the longest sample of the data needs, by best fit; in the order in which they
+    were begun, or with the costliest in the same microbatches."""
+    size = next(each for each in shape.sizes if longest <= each * shape.limit)
+    bins = fill_bins(lengths, size, shape, price)
+    if is_even:
+        bins.sort(key=bin_seconds, reverse=True)
+    together = shape.ranks // size
+    microbatches: list[ContextMicrobatch] = []
+    for begin in range(0, len(bins), together):
+        some = bins[begin : begin + together]
+        groups: list[ContextGroup] = []
+        for place, filled in enumerate(some):
+            closed = filled.close()
+            groups.append(closed._replace(first=place * size))
+        seconds = max(map(bin_seconds, some))
+        microbatches.append(ContextMicrobatch(tuple(groups), seconds))
+    if is_even:
+        microbatches = small_large_small(microbatches)
+    return ContextPlan(tuple(microbatches), step_seconds(microbatches, shape.stages))
+
+
+def fill_bins(lengths: Sequence[int], size: int, shape: ContextShape, price: ContextPrice) -> list[OpenGroup]:
+    """Bins of best fit, the longest samples first."""
+    capacity = size * shape.limit
+    numbered = sorted(enumerate(lengths), key=longest_first)
+    bins: list[OpenGroup] = []
+    rooms = np.full(len(lengths), capacity)
+    for number, length in numbered:
+        open_rooms = rooms[: len(bins) + 1]
+        place = find_room(open_rooms, length, "best_fit")
+        assert place is not None, "an empty bin has room"
+        if place == len(bins):
+            bins.append(OpenGroup(0, size, price))
+        seconds = price.of_sample(length, size)
+        alone = group_seconds(seconds, price.fixed)
+        bins[place].add(SizedSample(number, length, size, seconds, alone))
+        rooms[place] -= length
+    return bins
+
+
+def longest_first(numbered: tuple[int, int]) -> tuple[int, int]:
+    number, length = numbered
+    return -length, number
+
+
+def bin_seconds(filled: OpenGroup) -> float:
+    return filled.seconds
+
+
+def dynamic_plan(lengths: Sequence[int], shape: ContextShape, price: ContextPrice) -> ContextPlan:
+    plan = plan_context(lengths, shape, price)
+    return plan._replace(seconds=step_seconds(plan.microbatches, shape.stages))
+
+
+def step_seconds(microbatches: Sequence[ContextMicrobatch], stages: int) -> float:
+    """Seconds of the pipeline's program, stages of equal work."""
+    program = ordered_program(PipelineConfig(), ParallelConfig(pp=stages).pp, len(microbatches))
+    costs = uniform_costs(stages)
+    weights = [microbatch.seconds / (OP_SHARES * stages) for microbatch in microbatches]
+    return uneven_makespan(program, costs, weights)
+
+
+def ranks_by_size(microbatches: Sequence[ContextMicrobatch]) -> dict[int, int]:
+    """Ranks of groups with samples, by the size of the group, summed over microbatches."""
+    ranks = Counter[int]()
+    for microbatch in microbatches:
+        for group in microbatch.groups:
+            if group.samples:
+                ranks[group.size] += group.size
+    return dict(sorted(ranks.items()))
