@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moefold.anatomy.step_specs import dispatched_width
 from moefold.config.run import Config
@@ -75,21 +76,40 @@ class Cluster:
 
     def exchange_seconds(self, parameters: ParameterCounts, s: RunSetting, element: float) -> float:
         """Seconds of an all-gather or reduce-scatter of parameters over the ranks that share them out, `element` bytes
-        each. The sum of reduced gradients over copies of shares is not counted."""
-        p = s.parallel
-        # Replicas of a dense parameter lie tp ranks apart, those of an expert's ep x etp.
-        stride_and_ranks = {
-            "dense": (p.tp, s.shards_of("dense")),
-            "expert": (p.ep * p.etp, s.shards_of("expert")),
-        }
+        each."""
+        in_two_levels = s.config.shard.sync == "hierarchical"
         seconds = 0.0
-        for grid, (stride, ranks) in stride_and_ranks.items():
-            held = 0.0
-            for (of_grid, _), count in parameters.items():
-                if of_grid == grid:
-                    held += count
-            sent = element * held * (ranks - 1) / ranks
-            seconds += self.ring_seconds(sent, stride, ranks)
+        for grid, ranks in sharing_ranks(s).items():
+            size = element * parameters_of_grid(parameters, grid)
+            seconds += self.share_seconds(size, ranks, in_two_levels)
+        return seconds
+
+    def share_seconds(self, size: float, ranks: SharingRanks, in_two_levels: bool) -> float:
+        """Seconds of an all-gather or reduce-scatter of `size` bytes."""
+        near = max(1, self.domain // ranks.stride)  # ranks of a domain
+        nodes = ranks.shards // near
+        if in_two_levels and near > 1 and nodes > 1:
+            return self.two_level_seconds(size, near, nodes)
+        sent = size * (ranks.shards - 1) / ranks.shards
+        return self.ring_seconds(sent, ranks.stride, ranks.shards)
+
+    def two_level_seconds(self, size: float, near: int, nodes: int) -> float:
+        """Seconds of the same over `near` ranks on each of some nodes. While one bucket is sent inside nodes, the
+        bucket before it is sent across them: the slower level counts."""
+        if not size:
+            return 0.0
+        inside = size * (near - 1) / near
+        across = size / near * (nodes - 1) / nodes
+        slower = max(inside / self.nvlink_bandwidth, across / self.gpu.network)
+        return 2 * COLLECTIVE_LATENCY + slower
+
+    def copies_seconds(self, parameters: ParameterCounts, s: RunSetting, element: float) -> float:
+        """Seconds of the sum of reduced gradients over copies of all shares (HSDP), once at the end of a step."""
+        seconds = 0.0
+        for grid, ranks in sharing_ranks(s).items():
+            share = element * parameters_of_grid(parameters, grid) / ranks.shards
+            sent = 2 * share * (ranks.copies - 1) / ranks.copies
+            seconds += self.ring_seconds(sent, ranks.stride * ranks.shards, ranks.copies)
         return seconds
 
     def dispatch_seconds(self, config: Config, choices: PlanChoices) -> float:
@@ -111,3 +131,27 @@ class Cluster:
         gathered = row * tokens * top_k * (p.etp - 1)
         gather = self.ring_seconds(gathered, 1, p.etp)
         return seconds + gather if p.ep > 1 else gather
+
+
+class SharingRanks(NamedTuple):
+    """The ranks that share out the parameters of a grid: how far they lie apart, the number of shares, and the number
+    of copies of all shares."""
+
+    stride: int
+    shards: int
+    copies: int
+
+
+def sharing_ranks(s: RunSetting) -> dict[str, SharingRanks]:
+    """By grid. Replicas of a dense parameter lie tp ranks apart, those of an expert's ep x etp."""
+    p = s.parallel
+    strides = {"dense": p.tp, "expert": p.ep * p.etp}
+    found: dict[str, SharingRanks] = {}
+    for grid, stride in strides.items():
+        shards = s.shards_of(grid)
+        found[grid] = SharingRanks(stride, shards, s.replicas_of(grid) // shards)
+    return found
+
+
+def parameters_of_grid(parameters: ParameterCounts, grid: str) -> float:
+    return sum(count for (of_grid, _), count in parameters.items() if of_grid == grid)

@@ -109,11 +109,15 @@ class RunSetting:
         degrees["edp"] = max(1, self.world // expert_ranks)
         return degrees
 
+    def replicas_of(self, grid: str) -> int:
+        """Number of ranks that would hold the same parameters of a grid if they were not shared out."""
+        if grid == "dense":
+            return self.degrees["dp"] * self.parallel.cp
+        return self.degrees["edp"]
+
     def shards_of(self, grid: str) -> int:
         """Number of ranks among which the parameters of a grid are shared out, in one copy of all shares."""
-        replicas = self.degrees["edp"]
-        if grid == "dense":
-            replicas = self.degrees["dp"] * self.parallel.cp
+        replicas = self.replicas_of(grid)
         return replicas // gcd(replicas, self.config.shard.replicas)
 
     @property

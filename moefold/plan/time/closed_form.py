@@ -378,9 +378,7 @@ def running_sums(values: Sequence[float]) -> list[float]:
 def least_update_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, stages: StageMemories) -> float:
     """Seconds of exposed gradient and weight exchange, and of the optimizer."""
     grids = GridParameters.of_stages(stages)
-    exposed = 0.0
-    if s.choices.sharding != "fsdp":
-        exposed = exposed_exchange_seconds(s, cluster, times, grids)
+    exposed = exposed_exchange_seconds(s, cluster, times, grids)
     owned_dense = owned_state_share(s, "dense") * grids.dense
     owned_expert = owned_state_share(s, "expert") * grids.expert
     return exposed + update_seconds(s, cluster, owned_dense, owned_expert)
@@ -400,18 +398,22 @@ class GridParameters(NamedTuple):
 
 
 def exposed_exchange_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, grids: GridParameters) -> float:
-    """Gradients are scattered during backward, weights gathered during forward."""
+    """Gradients are scattered during backward, weights gathered during forward; FSDP does both with every microbatch.
+    Sums over copies of shares come at the end of a step."""
     parameters: dict[ParameterClass, float] = {}
     parameters["dense", ()] = grids.dense
     parameters["expert", ()] = grids.expert
     gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+    copies = cluster.copies_seconds(parameters, s, gradient)
+    if s.choices.sharding == "fsdp":
+        return copies
     scatter = cluster.exchange_seconds(parameters, s, gradient)
     gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
     backward = sum(stage.backward_compute for stage in times)
     forward = sum(stage.forward_compute for stage in times)
     exposed_scatter = max(0.0, scatter - backward)
     exposed_gather = max(0.0, gather - forward)
-    return exposed_scatter + exposed_gather
+    return copies + exposed_scatter + exposed_gather
 
 
 def owned_state_share(s: RunSetting, grid: str) -> float:

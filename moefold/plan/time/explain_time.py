@@ -111,6 +111,10 @@ def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
         program += f", paired; a paired slot takes {OVERLAP_FRICTION:.0%} of its overlapped communication longer"
     yield f"pipeline: {step.pipeline_time.seconds:.4f} s for {shape}, {program}"
     replicas = f"dp {s.degrees['dp']} and edp {s.degrees['edp']}"
+    if s.config.shard.sync == "hierarchical":
+        replicas += ", in two levels"
+    if s.config.shard.replicas > 1:
+        replicas += f", {s.config.shard.replicas} copies of all shares"
     yield f"exposed exchange of gradients and weights over {replicas}: {step.exchange:.4f} s"
     yield f"optimizer: {step.optimizer:.4f} s"
     batch = s.train.global_batch * s.data.seq_len

@@ -185,16 +185,16 @@ def exposed_update_seconds(clock: StepClock, stages: Sequence[StagePieces], pass
         stage = s.count_stage(pieces)
         parameters.update(dict(stage.parameters))
         copied += stage.requantised
-    exposed = 0.0
+    gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+    cluster = clock.cluster
+    exposed = cluster.copies_seconds(parameters, s, gradient)
     if s.choices.sharding != "fsdp":  # FSDP exchanges weights and gradients with every microbatch
-        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
-        cluster = clock.cluster
         scatter = cluster.exchange_seconds(parameters, s, gradient)
         gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
         F, D, W = passes
         exposed_scatter = max(0.0, scatter - D.compute - W.compute)
         exposed_gather = max(0.0, gather - F.compute)
-        exposed = exposed_scatter + exposed_gather
+        exposed += exposed_scatter + exposed_gather
     copying = copied / clock.quantise_bandwidth
     optimizer = optimizer_seconds(clock, parameters) + copying
     return UpdateSeconds(exposed, optimizer)
