@@ -20,7 +20,7 @@ RANKS_FOLDER_VARIABLE = "MOEFOLD_RANKS"  # the launcher's folder of logs, where 
 @dataclass(frozen=True)
 class Rendezvous:
     """This rank and the address where ranks meet. `attempt` counts restarts; with `agent` the launcher serves the
-    store."""
+    store, the same one for all attempts."""
 
     rank: int = 0
     size: int = 1
@@ -42,8 +42,12 @@ def read_environment(env: Mapping[str, str]) -> Rendezvous:
 
 
 def read_torchrun(env: Mapping[str, str]) -> Rendezvous:
+    """Each of torchrun's agents counts its own restarts: on several nodes the numbers may differ. Where rank 0 serves
+    the store every attempt has a new one, and the number is not needed."""
     rank = environment_number(env, "RANK")
     size = environment_number(env, "WORLD_SIZE")
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_counted = agent or "TORCHELASTIC_RUN_ID" not in env
     return Rendezvous(
         rank=rank,
         size=size,
@@ -51,8 +55,8 @@ def read_torchrun(env: Mapping[str, str]) -> Rendezvous:
         local_size=environment_number(env, "LOCAL_WORLD_SIZE", size),
         host=env.get("MASTER_ADDR", "127.0.0.1"),
         port=environment_number(env, "MASTER_PORT", 29_500),
-        attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0") if is_counted else "0",
+        agent=agent,
     )
 
 

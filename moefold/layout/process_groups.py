@@ -19,6 +19,7 @@ from moefold.layout.agreement import Terms, agree_through_store
 from moefold.layout.axes import World, create_world
 from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.gloo import share_device
+from moefold.layout.meeting import attempt_of_all
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -99,8 +100,15 @@ def connect_store(place: Rendezvous) -> dist.Store:
 def open_store(place: Rendezvous, serves: bool, wait_for_workers: bool) -> dist.Store:
     """The store, prefixed by the attempt: after a restart, ranks would otherwise read the addresses of the ranks before
     it."""
+    store = open_common_store(place, serves, wait_for_workers)
+    attempt = attempt_of_all(place, open_common_store)
+    return dist.PrefixStore(f"attempt{attempt}", store)
+
+
+def open_common_store(place: Rendezvous, serves: bool = False, wait_for_workers: bool = False) -> dist.TCPStore:
+    """The store of all attempts; a refusal where it cannot be reached."""
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             place.host,
             place.port,
             place.size,
@@ -119,7 +127,6 @@ def open_store(place: Rendezvous, serves: bool, wait_for_workers: bool) -> dist.
             f"rank {place.rank} cannot reach {place.host}:{place.port}, where {place.size} ranks were to meet "
             f"({first_error_line(error)}); check MASTER_ADDR and MASTER_PORT"
         ) from None
-    return dist.PrefixStore(f"attempt{place.attempt}", store)
 
 
 def serve_store(listener: socket.socket) -> dist.Store:

@@ -30,6 +30,12 @@ def test_torchruns_variables_are_read():
     assert read_environment(TORCHRUN) == Rendezvous(5, 8, 1, 4, "node3", 1234, attempt="2", agent=True)
 
 
+def test_where_rank_0_serves_the_store_torchruns_counts_which_differ_between_nodes_are_not_read():
+    served = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "a"}
+    assert read_environment(served).attempt == "2"
+    assert read_environment({**served, "TORCHELASTIC_USE_AGENT_STORE": "False"}).attempt == "0"
+
+
 def test_rank_and_world_size_suffice_and_mean_one_machine():
     assert read_environment({"RANK": "1", "WORLD_SIZE": "2"}) == Rendezvous(1, 2, 1, 2)
 
