@@ -58,6 +58,8 @@ class PlanCommandOptions:
     """CUDA graphs: none, static, whole."""
     sharding: str = ""
     """Sharding over data-parallel replicas: none, zero or fsdp."""
+    lengths: str = ""
+    """Lengths of packed documents as length:share, such as 700:0.9,65536:0.1; with --data.attend document."""
     stack: str = ""
     """Layer implementation: moefold or megatron; saved activations and kernel launches differ."""
     tokens: float = 1e12

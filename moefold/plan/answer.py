@@ -11,6 +11,7 @@ fits, by `NothingFits`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
@@ -20,6 +21,7 @@ from moefold.config.run import Config
 from moefold.layout.fold import fold_into_grids
 from moefold.plan.advice.advise import answer_beside_figures
 from moefold.plan.launch import launch_files
+from moefold.plan.length_histogram import mean_over_tokens
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import explain_memory
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
@@ -101,6 +103,7 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     answer["layout"] = layout_keys(config, choices, r.gpus)
     answer["not_in_trainer"] = choices.not_in_trainer
     answer["dispatcher"] = dispatcher_reason
+    answer["attention_imbalance"] = setting.attention_imbalance
     answer["launch"] = None
     answer["remedies"] = []
     if not answer["fits"]:
@@ -137,8 +140,11 @@ def explain_plan(setting: RunSetting, gpu: Gpu) -> list[str]:
     """Lines of arithmetic behind every number: FLOPs, then memory, then time."""
     config = setting.config
     seq_len = config.data.seq_len
-    flops = train_flops_per_token(config.model, seq_len)
-    formula = f"3 x (2 x active matmul parameters + attention over half of {seq_len} tokens)"
+    flops = flops_of_token(config, setting.choices)
+    attended = f"half of {seq_len} tokens"
+    if setting.choices.documents:
+        attended = f"half of its document, of lengths {','.join(setting.choices.lengths)}"
+    formula = f"3 x (2 x active matmul parameters + attention over {attended})"
     lines = [f"{flops / 1e9:.3f} GFLOP a token to train: {formula}, as `moefold explain` lists by step"]
     lines += explain_memory(config, setting.world, setting.choices)
     lines += explain_time(setting, gpu)
@@ -148,7 +154,7 @@ def explain_plan(setting: RunSetting, gpu: Gpu) -> list[str]:
 def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, seconds: float) -> JsonObject:
     seq_len = config.data.seq_len
     tokens_per_step = config.train.global_batch * seq_len
-    flops = train_flops_per_token(config.model, seq_len)
+    flops = flops_of_token(config, choices)
     precision = product_precision(config, choices)
     peak = r.gpu.peak_flops(precision)
     rate = tokens_per_step / seconds / r.gpus
@@ -162,6 +168,12 @@ def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, secon
         "mfu": rate * flops / peak,
         "budget": training_budget(r, rate),
     }
+
+
+def flops_of_token(config: Config, choices: PlanChoices) -> float:
+    """FLOPs of a token to train: in its sequence, or in its document where lengths are given."""
+    flops = partial(train_flops_per_token, config.model)
+    return mean_over_tokens(flops, choices.documents, config.data.seq_len)
 
 
 def training_budget(r: PlanRequest, rate: float) -> dict[str, float]:

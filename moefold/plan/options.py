@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import key
 from moefold.config.memory_regions import ENTRY, PRESETS, REBUILT_REGIONS, REGIONS, entry_layers, without_presets
+from moefold.plan.length_histogram import Lengths, parse_lengths
 
 StackName = Literal["moefold", "megatron"]
 PrecisionName = Literal["fp32", "bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4"]
@@ -126,6 +127,9 @@ class PlanChoices:
     travel: Literal["bf16", "fp8"] = key("bf16", "dtype of tokens sent to experts; results are returned in bf16")
     spread: float = key(0.1, "imbalance of expert load: standard deviation over mean; 0: even", at_least=0)
     quantile: float = key(0.99, "quantile of expert load that must fit in memory", above=0, below=1)
+    lengths: tuple[str, ...] = key(
+        (), "lengths of documents as length:share, such as 700:0.9,65536:0.1; empty: tokens attend to whole sequences"
+    )
     node: int = key(8, "GPUs of one NVLink domain", at_least=1)
     device: Literal["cuda", "cpu"] = key("cuda", "device that kernels are chosen for")
     capability: int = key(90, "compute capability of the GPU: 90 is 9.0, Hopper", at_least=0)
@@ -133,7 +137,7 @@ class PlanChoices:
     def __post_init__(self) -> None:
         check_known_name("stack", self.stack, get_args(StackName))
         check_known_name("precision", self.precision, get_args(PrecisionName))
-        _ = self.recomputed, self.offloaded  # refuses unknown regions
+        _ = self.recomputed, self.offloaded, self.documents  # refuses what cannot be read
 
     @property
     def not_in_trainer(self) -> list[str]:
@@ -150,6 +154,11 @@ class PlanChoices:
     @property
     def recipe(self) -> PrecisionRecipe:
         return PRECISION_RECIPES[self.precision]
+
+    @cached_property
+    def documents(self) -> Lengths:
+        """The histogram of `lengths`."""
+        return parse_lengths(self.lengths)
 
     @cached_property
     def recomputed(self) -> frozenset[str]:

@@ -89,6 +89,7 @@ def read_request(raw: RawRequest) -> PlanRequest:
         config = replace(config, train=train)
     check_precision(gpu, choices.precision)
     check_product_recipes(config, choices)
+    check_lengths(config, choices)
     check_recipe_kernels(config, gpu)
     if "capability" not in given:
         choices = replace(choices, capability=gpu.capability)
@@ -123,6 +124,16 @@ def with_configured_regions(config: Config, choices: PlanChoices, what: str) -> 
         both = f"--{what} {','.join(chosen)} and --memory.{what} {','.join(configured)}"
         raise UserError(f"{both} name different regions; leave one of them out")
     return replace(choices, **{what: configured})
+
+
+def check_lengths(config: Config, choices: PlanChoices) -> None:
+    """Refuse lengths of documents where tokens attend to whole sequences, of any number of documents."""
+    if choices.lengths and config.data.attend != "document":
+        lengths = ",".join(choices.lengths)
+        raise UserError(
+            f"lengths = {lengths} with data.attend = {config.data.attend}: tokens attend to whole sequences, whatever "
+            "documents they are of; add --data.attend document, or leave out the lengths"
+        )
 
 
 def check_recipe_kernels(config: Config, gpu: Gpu) -> None:

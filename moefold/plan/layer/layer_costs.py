@@ -34,6 +34,7 @@ from moefold.plan.layer.megatron_layers import MEGATRON_STACK
 from moefold.plan.layer.moefold_layers import MOEFOLD_STACK
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes
 from moefold.plan.layer.tensor_table import FIXED_ELEMENT_BYTES, LayerStack, TensorEntry
+from moefold.plan.length_histogram import mean_over_tokens
 from moefold.plan.options import PlanChoices, regions_in_layer
 
 LINEAR_STORAGE = ("linear", "each", "columns", "tiles")  # of GEMM inputs, as `tensor_table.element_bytes` names it
@@ -283,7 +284,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         elif has_copies and is_weight_matrix(weight):
             quantized += held
             copies += held * s.recipe.copies
-    seen = spec.seen(s.S)
+    seen = mean_over_tokens(spec.seen, s.choices.documents, s.S)
     attention_flops = s.T * 2 * spec.context * seen
     forward_working = stack.working_bytes(spec.name, "F", s)
     backward_working = stack.working_bytes(spec.name, "B", s)
@@ -296,7 +297,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         quantized=quantized,
         copies=copies,
         requantised=requantised,
-        flops=s.T * spec.flops(s.S),
+        flops=s.T * (2 * spec.matmul + 2 * spec.context * seen),
         gemms=gemms,
         attention=attention_flops,
         saved=saved,

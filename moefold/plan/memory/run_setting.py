@@ -22,6 +22,7 @@ from moefold.dispatch.price import cheapest_dispatcher
 from moefold.plan.layer.layer_costs import PieceCount, count_piece, is_last_layer
 from moefold.plan.layer.layer_recipes import quantises_products, recipes_of_layers
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes, make_rank_portion
+from moefold.plan.length_histogram import BatchShape, attention_imbalance
 from moefold.plan.memory.live_microbatches import RankMoments, moments_by_rank
 from moefold.plan.memory.rank_stages import StageCount, StagePieces, count_stage
 from moefold.plan.options import PlanChoices, PrecisionRecipe
@@ -108,6 +109,14 @@ class RunSetting:
         degrees["dp"] = max(1, self.world // dense_ranks)
         degrees["edp"] = max(1, self.world // expert_ranks)
         return degrees
+
+    @cached_property
+    def attention_imbalance(self) -> float:
+        """Attention of the busiest rank over the mean, where documents differ in length."""
+        p = self.parallel
+        sharing_experts = p.ep * p.etp // (p.tp * p.cp)
+        shape = BatchShape(self.degrees["dp"], sharing_experts, self.microbatches, self.train.micro_batch)
+        return attention_imbalance(self.choices.documents, self.data.seq_len, shape)
 
     def replicas_of(self, grid: str) -> int:
         """Number of ranks that would hold the same parameters of a grid if they were not shared out."""

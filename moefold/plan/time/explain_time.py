@@ -109,6 +109,8 @@ def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
     program = f"simulated with the program of {pipeline.schedule}"
     if pipeline.pair:
         program += f", paired; a paired slot takes {OVERLAP_FRICTION:.0%} of its overlapped communication longer"
+    if s.choices.documents:
+        yield f"attention of the busiest ranks: {s.attention_imbalance:.3f} times the mean, by lengths of documents"
     yield f"pipeline: {step.pipeline_time.seconds:.4f} s for {shape}, {program}"
     replicas = f"dp {s.degrees['dp']} and edp {s.degrees['edp']}"
     if s.config.shard.sync == "hierarchical":

@@ -32,6 +32,7 @@ from moefold.plan.layer.pointwise import (
 )
 from moefold.plan.layer.quantise_passes import backward_quantise_bytes, forward_quantise_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
+from moefold.plan.length_histogram import mean_over_tokens
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS, attention_efficiency
 from moefold.plan.machine.fp8_rates import BF16_TFLOPS, MEASURED_RATES, PassName
@@ -322,17 +323,24 @@ class StepClock:
         return GemmRate(rate, element=1.0)
 
     def attention_seconds(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
-        """Seconds of attention. With cp, the length is that of one chunk of keys, as in a ring."""
+        """Seconds of attention, of the busiest rank where documents differ in length. With cp, the length is that of
+        one chunk of keys, as in a ring."""
         if not flops:
             return 0.0
         chunk = s.S / s.portion.cp
-        window = step.spec.window or chunk
-        length = min(window, chunk)
+        longest = min(step.spec.window or chunk, chunk)
         width = (s.Q + s.V) / 2
-        efficiency = attention_efficiency(length, width, half)
+
+        def slowed(length: int) -> float:
+            """Keys that a token of a document sees, each counted as often as it could be seen at the full rate."""
+            efficiency = attention_efficiency(min(length, longest), width, half)
+            return step.spec.seen(length) / efficiency
+
+        documents = s.choices.documents
+        seen = mean_over_tokens(step.spec.seen, documents, s.S)
+        slowness = mean_over_tokens(slowed, documents, s.S) / seen
         peak = self.gpu.peak["bf16"]
-        rate = peak * share * efficiency
-        return flops / rate
+        return flops * slowness / (peak * share) * self.setting.attention_imbalance
 
     def ideal_seconds(self, step: StepCount) -> float:
         """Seconds of a forward's FLOPs at the peak of the precision."""
