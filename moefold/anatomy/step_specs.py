@@ -56,9 +56,14 @@ class WeightSpec:
         is_bias = self.name.endswith("bias")
         return len(self.shape) > 1 and not is_bias
 
+    def cut_over(self, degrees: Mapping[str, int]) -> DimCuts:
+        """The cuts for these degrees of the axes. A dim with fewer places than ranks is whole on each: key/value heads
+        that tensor-parallel ranks share."""
+        return tuple((dim, axis) for dim, axis in self.cut if degrees[axis] <= self.shape[dim])
+
     def part(self, degrees: Mapping[str, int]) -> tuple[float, ...]:
         """The shape on one rank, for these degrees of the axes; uneven parts are averaged."""
-        axis_of = dict(self.cut)
+        axis_of = dict(self.cut_over(degrees))
         shape: list[float] = []
         for dim, size in enumerate(self.shape):
             share: float = size

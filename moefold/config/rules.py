@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from math import lcm
 from operator import attrgetter
 
 from moefold.config.batch_rules import BATCH_RULES
@@ -371,11 +372,6 @@ def sequence_multiple(p: ParallelConfig) -> int:
     return p.tp * p.cp * chunks
 
 
-def ranks_sharing_heads(c: ConfigOnRanks) -> int:
-    """Number of ranks over which all-to-all context parallelism distributes the heads."""
-    return c.parallel.tp * c.parallel.cp
-
-
 def has_dense_layers(c: ConfigOnRanks) -> bool:
     moe = c.model.moe
     return moe.dense_layers > 0 or moe.every > 1
@@ -407,7 +403,6 @@ def layout_problems(c: ConfigOnRanks) -> list[str]:
 DIVISIBILITY_RULES = RuleList(
     [
         divisibility_rule("tp", HEADS, "whose heads it shards"),
-        divisibility_rule("tp", KV_HEADS, "whose heads it shards"),
         divisibility_rule("tp", "model.vocab", "which it shards"),
         divisibility_rule("tp", "model.dense_ffn", "which it shards", has_dense_layers),
         divisibility_rule("tp", "model.moe.shared_ffn", "which it shards"),
@@ -415,6 +410,39 @@ DIVISIBILITY_RULES = RuleList(
         divisibility_rule("etp", "model.moe.ffn", "which it shards"),
     ]
 )
+
+
+def shares_kv_heads(c: ConfigOnRanks) -> bool:
+    """Whether several tp ranks share a key/value head."""
+    return c.parallel.tp > c.model.attention.kv_heads
+
+
+def advise_kv_split(c: ConfigOnRanks) -> str:
+    return f"set parallel.tp to one of {divisors_in_words(c.model.attention.kv_heads)}"
+
+
+@DIVISIBILITY_RULES.rule(
+    "tp splits model.attention.kv_heads",
+    ("parallel.tp", KV_HEADS),
+    says="<parallel.tp> does not divide <model.attention.kv_heads>, whose heads it shards, and is no multiple of it, "
+    "with which ranks could share heads evenly",
+    fix=advise_kv_split,
+)
+def tp_splits_kv_heads(c: ConfigOnRanks) -> bool:
+    tp, kv_heads = c.parallel.tp, c.model.attention.kv_heads
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+@DIVISIBILITY_RULES.rule(
+    "shared key and value heads are plain",
+    ("parallel.tp", KV_HEADS, "precision.recipe", "precision.recipes", "lora.rank", "optim.qk_clip"),
+    why="ranks that share a head have no adapters, no FP8 products and no clipped logits",
+    fix="set parallel.tp to {model.attention.kv_heads}",
+)
+def shared_kv_heads_are_plain(c: ConfigOnRanks) -> bool:
+    quantises = c.precision.recipe != "plain" or bool(c.precision.recipes)
+    is_plain = not quantises and c.lora.rank == 0 and c.optim.qk_clip == 0
+    return is_plain or not shares_kv_heads(c)
 
 
 # Context parallelism and kernels.
@@ -434,10 +462,17 @@ def sequences_split_evenly(c: ConfigOnRanks) -> bool:
     return c.data.seq_len % sequence_multiple(c.parallel) == 0
 
 
+def heads_swapped_together(c: ConfigOnRanks) -> int:
+    """What query heads of a tp rank must be a multiple of to be shared by cp ranks: its key/value heads, as often as
+    they have to be copied."""
+    kv_heads_of_rank = max(1, c.model.attention.kv_heads // c.parallel.tp)
+    return lcm(kv_heads_of_rank, c.parallel.cp)
+
+
 def describe_head_split(c: ConfigOnRanks) -> str:
-    ranks = ranks_sharing_heads(c)
-    template = "does not divide <model.attention.kv_heads>, which parallel.context = all_to_all distributes over both"
-    return f"parallel.tp x cp = {ranks} {render_message(template, c)}"
+    heads = c.model.attention.heads // c.parallel.tp
+    ranks = f"<parallel.cp> ranks with <parallel.context> do not share {heads} query heads of a rank evenly"
+    return render_message(f"{ranks}, <model.attention.kv_heads>", c)
 
 
 @DIVISIBILITY_RULES.rule(
@@ -449,7 +484,8 @@ def describe_head_split(c: ConfigOnRanks) -> str:
 def all_to_all_context_has_heads(c: ConfigOnRanks) -> bool:
     if c.parallel.context != "all_to_all":
         return True
-    return c.model.attention.kv_heads % ranks_sharing_heads(c) == 0
+    heads_of_rank = c.model.attention.heads // c.parallel.tp
+    return heads_of_rank % heads_swapped_together(c) == 0
 
 
 @DIVISIBILITY_RULES.rule(

@@ -121,7 +121,7 @@ def attention_shape(config: Config) -> AttentionShape:
     return AttentionShape(
         length=config.data.seq_len,
         heads=attention.heads // tp,
-        kv_heads=kv_heads // tp,
+        kv_heads=max(1, kv_heads // tp),
         head_dim=attention.head_dim,
         value_dim=value_dim,
     )

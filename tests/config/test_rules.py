@@ -436,8 +436,13 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "tp splits model.attention.heads": [("--parallel.tp=8", 8, "model.attention.heads = 4")],
     "tp splits model.attention.kv_heads": [
-        ("--parallel.tp=4", 4, "model.attention.kv_heads = 2"),
+        ("--model.attention.heads=6 --model.attention.kv_heads=3 --parallel.tp=2", 2, "model.attention.kv_heads = 3"),
         ("--model.attention.heads=6 --model.attention.kv_heads=6 --parallel.tp=4", 4, "parallel.tp = 4"),
+    ],
+    "shared key and value heads are plain": [
+        ("--parallel.tp=4 --lora.rank=4", 4, "lora.rank = 4"),
+        ("--parallel.tp=4 --precision.recipe=fp8_block", 4, "precision.recipe = fp8_block"),
+        ("--parallel.tp=4 --optim.qk_clip=30", 4, "optim.qk_clip = 30"),
     ],
     "tp splits model.vocab": [("--model.vocab=257 --parallel.tp=2", 2, "model.vocab = 257")],
     "tp splits model.dense_ffn": [
@@ -455,8 +460,8 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--data.seq_len=36 --parallel.cp=2 --parallel.tp=2", 4, "parallel.cp = 2"),
     ],
     "all-to-all context has heads to swap": [
-        ("--parallel.cp=4 --parallel.context=all_to_all", 4, "model.attention.kv_heads = 2"),
-        ("--parallel.cp=2 --parallel.tp=2 --parallel.context=all_to_all", 4, "parallel.tp x cp = 4"),
+        ("--parallel.cp=8 --parallel.context=all_to_all", 8, "model.attention.kv_heads = 2"),
+        ("--parallel.cp=4 --parallel.tp=2 --parallel.context=all_to_all", 8, "share 2 query heads of a rank"),
     ],
     "padding to capacity has a capacity": [
         ("--model.moe.capacity.pad=true", 1, "model.moe.capacity.pad = true"),

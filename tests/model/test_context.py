@@ -61,6 +61,8 @@ FORMS = {
     "long window": Form(window=13, kv_heads=8),
     "very long window": Form(window=27, sinks=True, value_width=8),
     "sinks": Form(sinks=True),
+    "one key head": Form(kv_heads=1),
+    "two key heads, documents, sinks": Form(kv_heads=2, documents=True, sinks=True, value_width=4),
     "sinks, narrow values": Form(kv_heads=8, value_width=4, sinks=True),
     "documents": Form(documents=True),
     "documents, full, narrow values": Form(documents=True, kv_heads=8, value_width=4),

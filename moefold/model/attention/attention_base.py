@@ -99,6 +99,12 @@ class AttentionBase(DeclaringModule):
         std = self.std
         return Linear(world, inputs, *outputs, bias=bias, std=std, placement=by_head, rows="heads")
 
+    def make_whole_head_linear(self, inputs: int, heads: int, width: int, bias: bool = False) -> Linear:
+        """A projection to heads that every tp rank holds whole."""
+        world = self.world
+        std = self.std
+        return Linear(world, inputs, heads, width, bias=bias, std=std, rows="heads")
+
     def make_out_linear(self, inputs: int, outputs: int, bias: bool) -> Linear:
         """The projection of all heads back to the stream: each tp rank computes a summand."""
         by_input = sharded_over_tp(1)

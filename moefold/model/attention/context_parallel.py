@@ -2,7 +2,8 @@
 this rank's positions of q, k and v, and with the document begins of all positions; where cp is 1, by that op.
 
     all_gather  every rank gets all keys and values; its queries, two chunks, attend to what lies before them
-    all_to_all  ranks swap sequence for heads (Ulysses): each attends over whole sequences with its share of the heads
+    all_to_all  ranks swap sequence for heads (Ulysses): each attends over whole sequences with its share of the heads;
+                key/value heads are copied where there are fewer than ranks
     ring        keys and values go round; the next block travels while this one is computed
     hierarchical  all-to-all inside a node, ring across nodes
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import lcm
 from typing import NamedTuple, Protocol
 
 import torch
@@ -168,13 +170,14 @@ class SwappedAttention:
     def attend(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
         """All positions of the ranks, of this rank's share of the heads."""
         axis = self.axis
-        kv_heads = k_BsGD.shape[2]
-        check_heads_divide(kv_heads, axis)
+        heads = q_BsHD.shape[2]
+        k_BskD = replicate_heads(k_BsGD, axis, heads)
+        v_BskV = replicate_heads(v_BsGV, axis, heads)
         held_here = q_BsHD.shape[1]
         swap = self.head_swap(held_here, q_BsHD)
         q = swap.positions_to_heads(q_BsHD)
-        k = swap.positions_to_heads(k_BsGD)
-        v = swap.positions_to_heads(v_BsGV)
+        k = swap.positions_to_heads(k_BskD)
+        v = swap.positions_to_heads(v_BskV)
         if sink_H is not None:
             shares = sink_H.chunk(axis.size)
             sink_H = shares[axis.index]
@@ -199,12 +202,20 @@ class SwappedAttention:
         return HeadSwap(self.axis, order)
 
 
-def check_heads_divide(heads: int, axis: Axis) -> None:
-    if heads % axis.size:
+def replicate_heads(x_BsGD: Tensor, axis: Axis, heads: int) -> Tensor:
+    """Key or value heads for an axis of any size: as many copies of each, side by side, as give all ranks the same
+    number. Query heads are in the same order, so that every rank gets the copy that its queries share; the gradient of
+    a head is the sum over its copies."""
+    kv_heads = x_BsGD.shape[2]
+    together = lcm(kv_heads, axis.size)
+    if heads % together:
         raise UserError(
-            f"parallel.context swaps heads over {axis.size} ranks, which does not divide the {heads} "
-            "key and value heads of a rank; set parallel.context to ring"
+            f"parallel.context swaps heads over {axis.size} ranks, which do not share {heads} query heads and "
+            f"{kv_heads} key and value heads of a rank evenly; expected query heads in a multiple of {together}: set "
+            "parallel.context to ring"
         )
+    copies = together // kv_heads
+    return x_BsGD if copies == 1 else x_BsGD.repeat_interleave(copies, dim=2)
 
 
 class HeadSwap(NamedTuple):

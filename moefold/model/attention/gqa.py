@@ -2,6 +2,8 @@
 
 T tokens of this rank, C tokens of its cp rank (B sequences of S positions each); H query heads, D head width. Under
 tensor parallelism each rank has its share of the heads and sees all C tokens; outside of attention and MLPs it has T.
+With fewer key/value heads than tp ranks every rank projects all of them and takes the one that its queries share; the
+gradient of their weights is the sum over ranks, each of which has the part of its own queries.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ class GroupedQueryAttention(AttentionBase):
         bias = a.qkv_bias
         heads = a.heads
         kv_heads = a.kv_heads
+        self.ranks_per_kv_head = max(1, self.tp.size // kv_heads)
         self.query = self.make_head_linear(d, heads, width, bias)
-        self.key = self.make_head_linear(d, kv_heads, width, bias)
-        self.value = self.make_head_linear(d, kv_heads, width, bias)
+        make_kv_linear = self.make_whole_head_linear if self.shares_kv_heads else self.make_head_linear
+        self.key = make_kv_linear(d, kv_heads, width, bias)
+        self.value = make_kv_linear(d, kv_heads, width, bias)
         projections = (self.query, self.key, self.value)
         world = self.world
         self.projections = LinearGroup(world, *projections)
@@ -43,9 +47,16 @@ class GroupedQueryAttention(AttentionBase):
         if a.qk_norm != "none":
             self.query_norm = self.make_head_norm(heads, model, parts)
             self.key_norm = self.make_head_norm(kv_heads, model, parts)
+            if self.shares_kv_heads and a.qk_norm == "full":
+                self.key_norm = RMSNorm(kv_heads * width, model.norm_eps, parts)
         kernels = parts.kernels
         seq_len = parts.seq_len
         self.rotary = Rotary(rope_dim, a.rope, seq_len, kernels)
+
+    @property
+    def shares_kv_heads(self) -> bool:
+        """Whether several tp ranks share a key/value head."""
+        return self.ranks_per_kv_head > 1
 
     def rotates_all_that_is_normed(self, model: ModelConfig) -> bool:
         """Whether norm and rope of queries and keys are one op: the rank has all that is normed together, and all dims
@@ -75,9 +86,17 @@ class GroupedQueryAttention(AttentionBase):
         projected = self.projections(h_BSD)
         heads = HeadVectors(*projected)
         q, k, v = self.norm_and_rope(heads, shard)
+        if self.shares_kv_heads:
+            k = self.head_of_rank(k)
+            v = self.head_of_rank(v)
         k, v = self.with_past(shard, k, v)
         seen = HeadVectors(q, k, v)
         return self.attend(seen, shard)
+
+    def head_of_rank(self, x_BSGD: Tensor) -> Tensor:
+        """The key or value head that this rank's queries share, of all heads. A copy: the others are freed."""
+        head = self.tp.index // self.ranks_per_kv_head
+        return x_BSGD.narrow(2, head, 1).contiguous()
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Both projections, or the query's alone where key heads are shared. Biases are rows of one column."""

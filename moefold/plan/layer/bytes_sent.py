@@ -92,7 +92,9 @@ def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
     inside = cp
     if s.portion.context != "all_to_all":
         inside = min(cp, s.choices.node)
-    heads = s.H * key_and_value + s.G * key_and_value
+    kv_heads = s.G * s.kv_copies
+    keys *= s.kv_copies
+    heads = s.H * key_and_value + kv_heads * key_and_value
     whole = s.C * heads * wide
     exchanged = whole * (inside - 1) / inside
     nodes = cp / inside

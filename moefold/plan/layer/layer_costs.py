@@ -273,7 +273,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     for weight in spec.weights:
         part = weight.part(s.portion.degrees)
         held = prod(part)
-        axes = tuple(axis for _, axis in weight.cut)
+        axes = tuple(axis for _, axis in weight.cut_over(s.portion.degrees))
         grid = "expert" if "ep" in axes else "dense"
         parameters[grid, axes] += held  # pyright: ignore[reportArgumentType]
         recipe = recipe_of_weight(weight, s)

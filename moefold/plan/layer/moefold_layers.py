@@ -151,7 +151,7 @@ def all_query_heads(s: RankShapes) -> float:
 
 
 def all_key_heads(s: RankShapes) -> float:
-    return s.C * s.G
+    return s.C * s.projected_kv_heads
 
 
 def head_width(s: RankShapes) -> float:
@@ -163,7 +163,7 @@ def query_width(s: RankShapes) -> float:
 
 
 def key_width(s: RankShapes) -> float:
-    return s.G * s.Q
+    return s.projected_kv_heads * s.Q
 
 
 def sink_key_count(s: RankShapes) -> int:
@@ -193,10 +193,11 @@ def saved_key_positions(s: RankShapes) -> float:
 
 
 def saved_kv_heads(s: RankShapes) -> float:
-    """Heads of saved keys and values; one per query head where attention is composed of plain ops."""
-    if s.plain_attention and not recomputes_core(s):
-        return s.H
-    return s.G
+    """Heads of saved keys and values; one per query head where attention is composed of plain ops, and copies where
+    fewer heads than ranks are swapped."""
+    if recomputes_core(s):
+        return s.G
+    return s.H if s.plain_attention else s.G * s.kv_copies
 
 
 def saved_key_width(s: RankShapes) -> float:

@@ -26,9 +26,9 @@ def attention_elements(s: RankShapes) -> float:
         latents = 2 * s.T * ranks
         return heads + latents
     norms = 2 if s.model.attention.qk_norm != "none" else 1
-    query_and_key_heads = s.H + s.G
+    query_and_key_heads = s.H + s.projected_kv_heads
     queries_and_keys = 2 * norms * query_and_key_heads * s.Q
-    values = 2 * s.G * s.V
+    values = 2 * s.projected_kv_heads * s.V
     return s.C * (queries_and_keys + values)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 from moefold.anatomy.activations import dense_kind, expert_kind, shared_kind
 from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
@@ -98,7 +99,8 @@ class RankShapes:
         self.mla = attention.kind == "mla"
         self.H = attention.heads / tp
         key_heads = attention.heads if self.mla else attention.kv_heads
-        self.G = key_heads / tp
+        self.G = max(1.0, key_heads / tp)  # ranks may share a head; all are projected on each of them
+        self.projected_kv_heads = self.G if key_heads >= tp else key_heads
         self.Q = attention.head_dim
         value_dim = self.mla and attention.value_dim
         self.V = value_dim or attention.head_dim
@@ -106,6 +108,23 @@ class RankShapes:
         self.kv_rank = attention.kv_rank
         self.rope = attention.rope_dim
         self.qk_norm = attention.qk_norm
+
+    @cached_property
+    def ranks_swapping_heads(self) -> int:
+        """Ranks of a cp group that swap positions for heads: all, or with `hierarchical` those of a node."""
+        p = self.portion
+        if p.context == "all_to_all":
+            return p.cp
+        if p.context != "hierarchical":
+            return 1
+        in_node = self.choices.node // p.tp
+        return max(1, min(p.cp, in_node))
+
+    @cached_property
+    def kv_copies(self) -> int:
+        """Copies of each key/value head that are sent where fewer heads than ranks are swapped."""
+        heads = max(1, int(self.G))
+        return lcm(heads, self.ranks_swapping_heads) // heads
 
     def set_expert_shapes(self, load: float) -> None:
         moe = self.model.moe

@@ -20,25 +20,17 @@ FORWARD_BLOCKS = 3  # copies of a block that exist at once; a test counts them i
 BACKWARD_BLOCKS = 5
 
 
-def ranks_inside_node(s: RankShapes) -> int:
-    """Ranks of a cp group that swap positions for heads: those of a node, with `hierarchical`."""
-    if s.portion.context != "hierarchical":
-        return 1
-    in_node = s.choices.node // s.portion.tp
-    return max(1, min(s.portion.cp, in_node))
-
-
 def chunk_length(s: RankShapes) -> float:
     """Positions of a chunk; each rank of the ring holds two, an early and a late one."""
-    ring_ranks = s.portion.cp // ranks_inside_node(s)
+    ring_ranks = s.portion.cp // s.ranks_swapping_heads
     return s.S / (2 * ring_ranks)
 
 
 def block_attention_shape(s: RankShapes) -> AttentionShape:
-    inside = ranks_inside_node(s)
+    inside = s.ranks_swapping_heads
     length = int(chunk_length(s))
     heads = int(s.H) // inside
-    kv_heads = int(s.G) // inside
+    kv_heads = int(s.G) * s.kv_copies // inside
     return AttentionShape(
         length=length,
         heads=heads,
@@ -51,7 +43,7 @@ def block_attention_shape(s: RankShapes) -> AttentionShape:
 def runs_ring(s: RankShapes) -> bool:
     if s.portion.context not in RING_CONTEXTS:
         return False
-    return s.portion.cp > ranks_inside_node(s)
+    return s.portion.cp > s.ranks_swapping_heads
 
 
 def builds_ring_scores(s: RankShapes) -> bool:
@@ -73,7 +65,7 @@ def builds_ring_scores(s: RankShapes) -> bool:
 
 def block_rows(s: RankShapes) -> float:
     """Rows of a block of scores: its queries, for every sequence and head."""
-    heads = s.H / ranks_inside_node(s)
+    heads = s.H / s.ranks_swapping_heads
     return s.B * heads * chunk_length(s)
 
 
@@ -87,7 +79,7 @@ def backward_block_width(s: RankShapes) -> float:
 
 def round_width(s: RankShapes) -> float:
     """Keys and values of the block at hand and of the next."""
-    return 2 * s.G * (s.Q + s.V)
+    return 2 * s.G * s.kv_copies * (s.Q + s.V)
 
 
 def query_gradient_width(s: RankShapes) -> float:

@@ -447,7 +447,7 @@ class StepClock:
         if step.name != "attend" or not swaps_heads(s):
             return 0.0
         sent = sum(traffic.forward for traffic in step.sent if traffic.axis == "cp")
-        query_and_key_heads = s.H + s.G
+        query_and_key_heads = s.H + s.G * s.kv_copies
         share = s.H * s.V / (query_and_key_heads * (s.Q + s.V))
         ranks = s.portion.tp * s.portion.cp
         return self.cluster.neighbour_seconds(sent * share, ranks)

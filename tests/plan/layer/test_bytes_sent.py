@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -98,10 +99,12 @@ def sent_both_ways(world: World, model: ModelConfig, parallel: ParallelConfig) -
     return sum(counter.values())
 
 
-@pytest.mark.parametrize("model", [MODEL, LATENT])
-@pytest.mark.parametrize(
-    "parallel", [ParallelConfig(tp=4), *(ParallelConfig(cp=4, context=c) for c in ("all_to_all", "all_gather", "ring"))]
-)
+FEW_KEY_HEADS = replace(MODEL, attention=replace(MODEL.attention, kv_heads=2))
+LAYOUTS = [ParallelConfig(tp=4), *(ParallelConfig(cp=4, context=c) for c in ("all_to_all", "all_gather", "ring"))]
+SENT = [*product((MODEL, LATENT), LAYOUTS), *product([FEW_KEY_HEADS], LAYOUTS[:2])]
+
+
+@pytest.mark.parametrize(("model", "parallel"), SENT)
 def test_real_attention_sends_what_is_counted_there_and_back(model: ModelConfig, parallel: ParallelConfig):
     p = parallel
     portion = RankPortion(LENGTH, BATCH, p.tp, p.cp, context=p.context)

@@ -290,6 +290,8 @@ PARTS = {
     "ring": ParallelConfig(cp=2, context="ring"),
     "keys gathered": ParallelConfig(cp=2, context="all_gather"),
     "heads swapped": ParallelConfig(cp=2, context="all_to_all"),
+    "one key head, copied": ParallelConfig(cp=2, context="all_to_all"),
+    "one key head, shared": ParallelConfig(tp=2),
 }
 
 
@@ -304,7 +306,10 @@ def kept_on_a_rank(world: World, config: Config) -> int:
 @pytest.mark.parametrize("name", PARTS)
 def test_each_of_two_ranks_keeps_what_the_table_says(name: str):
     """Within half a percent: which rows went where, and masks of chunks, are not counted to the byte."""
-    config = replace(resolve_recipe("tiny", EVEN.split()), parallel=PARTS[name])
+    words = EVEN.split()
+    if name.startswith("one key head"):
+        words.append("--model.attention.kv_heads=1")
+    config = replace(resolve_recipe("tiny", words), parallel=PARTS[name])
     said = planned(config, PlanChoices(precision="fp32", device="cpu"), PARTS[name].dispatcher)
     for kept in run_ranks(kept_on_a_rank, 2, config):
         assert kept == pytest.approx(sum(said.values()), rel=0.005)
