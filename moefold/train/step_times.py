@@ -100,8 +100,9 @@ class TimesRecorder:
 def open_times_recorder(run: Run, last_kept: int, say: Printer) -> TimesRecorder | None:
     """The recorder of this rank; None where no step is timed."""
     observe = run.config.observe
+    slow_rank = observe.slow_rank
     world = run.world
     if world.size == 1 or not observe.times_every:
         return None
     log = None if world.rank else TimesLog(run.out / TIMES_FILE, last_kept)
-    return TimesRecorder(world, log, observe.slow_rank, say)
+    return TimesRecorder(world, log, slow_rank, say)
