@@ -119,9 +119,12 @@ def judge_rule(line: str, given: dict[str, Any]) -> str | None:
 
 
 def says_value(says: str, path: str, raw: Any) -> bool:
+    """Of a list, its entries may be shown one by one."""
     value = convert_value(KEYS[path], raw)
     shown = f"{value:g}" if isinstance(value, float) else format_value(value)
-    return f"{path} = {printable_text(shown)}" in says
+    if f"{path} = {printable_text(shown)}" in says:
+        return True
+    return isinstance(value, tuple) and all(f"{path} = {printable_text(entry)}" in says for entry in value)
 
 
 def given_by(words: list[str]) -> dict[str, str]:
