@@ -222,11 +222,13 @@ def fsync_folder(path: StoragePath) -> None:
 def open_byte_source(path: StoragePath) -> ByteSource:
     if isinstance(path, Path):
         return MappedFile(path.open("rb"))
-    return RemoteFile(path)
+    open_here = getattr(path.files, "open_here", None)  # of storage that may have a file in memory of this machine
+    file = open_here(path.key) if open_here else None
+    return RemoteFile(path) if file is None else MappedFile(file)
 
 
 class MappedFile:
-    """A local file, memory-mapped: the system reads bytes on first access."""
+    """A file of this machine, memory-mapped: the system reads bytes on first access."""
 
     def __init__(self, file: BinaryIO):
         with file:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.format.storage import RemotePath, write_synced_file
+from moefold.checkpoint.format.storage import RemotePath, open_byte_source, write_synced_file
 from moefold.checkpoint.keeper import files
 from moefold.checkpoint.keeper.files import (
     KeeperAddress,
@@ -68,6 +68,15 @@ def test_a_second_start_finds_what_the_first_one_left(launcher: int, folder: Rem
     again = kept_folder(single_rank_world(), [launcher])
     assert (again / "a").read_bytes() == b"first"
     assert len(keeper_processes(launcher)) == 1
+
+
+def test_a_file_of_this_nodes_keeper_is_read_in_place_and_stays_while_it_is_read(launcher: int, folder: RemotePath):
+    write_synced_file(folder / "a", bytes(range(100)))
+    read = open_byte_source(folder / "a")
+    empty_keeper(launcher)
+    assert bytes(read(3, 9)) == bytes(range(3, 9))
+    with pytest.raises(FileNotFoundError):
+        open_byte_source(folder / "a")(0, 1)
 
 
 def test_an_emptied_keeper_has_nothing_and_takes_more(launcher: int, folder: RemotePath):
