@@ -120,9 +120,9 @@ def checkpoint_to_resume(config: Config, options: TrainOptions, out: Path, looks
     """What a restarted run resumes: its newest checkpoint, or what it was first started from. If checkpoints may hold
     wrong values, the newest that is intact and finite, in memory or on the disk; None where none of several is."""
     from moefold.checkpoint.format.retention import checkpoints_at
-    from moefold.train.last_sound import newest_sound
-    from moefold.train.memory_checkpoints import keeps_sound_state
-    from moefold.train.resume import checkpoint_folder
+    from moefold.checkpoint.format.sound import newest_sound
+    from moefold.checkpoint.format.storage import checkpoint_folder
+    from moefold.checkpoint.keeper.kept_state import keeps_sound_state
 
     folder = checkpoint_folder(config, out)
     if looks_inside and config.checkpoint.memory_every and keeps_sound_state(out, folder):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moefold.anatomy.adapters import adapter_parameters, run_flops_per_token
 from moefold.anatomy.model_totals import active_parameters, total_parameters
 from moefold.checkpoint.format.retention import checkpoints_at
-from moefold.checkpoint.format.storage import StoragePath, require_free_space
+from moefold.checkpoint.format.storage import StoragePath, checkpoint_folder, require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
 from moefold.comm.collectives import all_reduce_max_no_grad
@@ -55,7 +55,7 @@ from moefold.train.non_finite import refuse_non_finite
 from moefold.train.open_trackers import open_trackers, require_trackers
 from moefold.train.operand_log import OperandRecorder, open_operand_recorder
 from moefold.train.replica_check import compare_replicas
-from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
+from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run, run_tensors
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
 from moefold.train.spike_log import SpikeLog

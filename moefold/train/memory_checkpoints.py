@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints, step_of_folder
+from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints, newest_step, step_of_folder
 from moefold.checkpoint.format.storage import RemotePath, StoragePath, remove_tree
 from moefold.checkpoint.format.verify import OpenedCheckpoint
 from moefold.checkpoint.keeper.files import (
@@ -29,7 +29,6 @@ from moefold.checkpoint.keeper.files import (
     GENERATIONS,
     KeeperAddress,
     KeptFiles,
-    empty_keeper,
     greet_keeper,
     keeper_name,
     start_keeper,
@@ -45,7 +44,6 @@ from moefold.layout.axes import World
 from moefold.layout.environment import Rendezvous, launcher_pid, read_environment
 from moefold.observe.printer import Printer, print_nothing
 from moefold.train.assemble import Run
-from moefold.train.last_sound import newest_sound
 from moefold.train.resume import begin_checkpoint, run_tensors
 
 GIB = 2**30
@@ -133,27 +131,9 @@ def find_kept(kept: RemotePath | None, own: StoragePath, world: World, say: Prin
         return None
 
 
-def keeps_sound_state(out: Path, own: StoragePath) -> bool:
-    """Whether the newest checkpoint of the run at the keeper of this launcher is intact and finite, and not older than
-    those of the disk. Otherwise the keeper is emptied, so that nothing is resumed from it."""
-    keeper = KeeperAddress(keeper_name(os.getpid()))
-    kept = RemotePath(KeptFiles((keeper,)), PurePosixPath(out.absolute()))
-    with suppress(OSError, UserError):
-        newest = newest_step(kept)
-        sound = newest_sound(kept)
-        if sound is not None and step_of_folder(sound) == newest >= newest_step(own):
-            return True
-    empty_keeper(os.getpid())
-    return False
-
-
 def is_disk_later(kept: RemotePath, own: StoragePath) -> bool:
     in_memory = newest_step(kept)
     return newest_step(own) > in_memory
-
-
-def newest_step(folder: StoragePath) -> int:
-    return max(map(step_of_folder, committed_checkpoints(folder)), default=-1)
 
 
 def forget_kept(kept: RemotePath | None, step: int, world: World) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
-from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
+from moefold.checkpoint.format.storage import checkpoint_folder, parse_storage_path
 from moefold.checkpoint.format.verify import OpenedCheckpoint
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.load import OPTIONAL_PREFIXES, find_checkpoint, load_checkpoint, require_checkpoint
@@ -19,7 +18,6 @@ from moefold.checkpoint.live.logical_tensors import (
 )
 from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.config.errors import UserError
-from moefold.config.run import Config
 from moefold.observe.printer import Printer
 from moefold.train.assemble import Run
 from moefold.train.changed_settings import (
@@ -29,14 +27,6 @@ from moefold.train.changed_settings import (
     record_changes,
     require_run_state,
 )
-
-
-def checkpoint_folder(config: Config, out: Path) -> StoragePath:
-    """The folder of the checkpoints of the run in `out`."""
-    path = config.checkpoint.path
-    if path:
-        return parse_storage_path(path)
-    return out / "checkpoints"
 
 
 def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:

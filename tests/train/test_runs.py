@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from moefold.checkpoint.format.retention import RetentionPolicy
+from moefold.checkpoint.format.sound import describe_last_sound
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.cli.chaos_job import rank_processes
 from moefold.layout.axes import single_rank_world
-from moefold.train.last_sound import describe_last_sound
 from tests.support.runs import SMALL, command, corpus, metrics, numbers, start
 
 

@@ -123,3 +123,7 @@ def update_latest_link(final: StoragePath) -> None:
             link.unlink(missing_ok=True)
             link.symlink_to(final.name)
             os.replace(link, final.parent / "latest")
+
+
+def newest_step(folder: StoragePath) -> int:
+    return max(map(step_of_folder, committed_checkpoints(folder)), default=-1)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from moefold.config.errors import UserError, printable_text
+from moefold.config.run import Config
 
 DISK_BLOCK = 4096  # bytes: direct I/O needs this alignment, in memory and in the file
 WRITE_BYTES = 16 << 20  # bytes of one write
@@ -110,6 +111,14 @@ def parse_storage_path(text: str) -> StoragePath:
             "a path that fsspec knows, such as s3://bucket/run with s3fs installed"
         ) from None
     return RemotePath(files, PurePosixPath(path))
+
+
+def checkpoint_folder(config: Config, out: Path) -> StoragePath:
+    """The folder of the checkpoints of the run in `out`."""
+    path = config.checkpoint.path
+    if path:
+        return parse_storage_path(path)
+    return out / "checkpoints"
 
 
 def free_disk_bytes(path: StoragePath) -> int | None:

@@ -16,11 +16,12 @@ from moefold.checkpoint.format.boxes import whole_box
 from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints
 from moefold.checkpoint.format.storage import RemotePath
 from moefold.checkpoint.keeper.files import KeeperAddress, keeper_name
+from moefold.checkpoint.keeper.kept_state import keeps_sound_state
 from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint
 from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.layout.axes import World, single_rank_world
-from moefold.train.memory_checkpoints import find_kept, forget_kept, keeps_sound_state
+from moefold.train.memory_checkpoints import find_kept, forget_kept
 from tests.support.nodes import flip_kept_bits, idle_launcher, kept_folder
 from tests.support.ranks import run_ranks
 
