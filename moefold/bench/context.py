@@ -93,13 +93,13 @@ def measure_batch(lengths: list[int], shape: ContextShape, price: PlannedContext
 def plan_row(plan: ContextPlan, lengths: list[int], shape: ContextShape, price: PlannedContextPrice) -> Row:
     work = price.work_of_ranks(plan.microbatches, lengths, shape.ranks)
     by_size = ranks_by_size(plan.microbatches)
-    least = sum(least_seconds(length, shape, price) for length in lengths) / shape.ranks
+    least = sum(least_seconds(length, shape, price) for length in lengths)
     return {
         "microbatches": len(plan.microbatches),
         "step_s": plan.seconds,
-        "least_s": least,
-        "pflop": max(each.flops for each in work) / PETA,
-        "gb": max(each.sent for each in work) / GIGA,
+        "least_s": least / (shape.ranks * shape.stages),
+        "pflop": max(each.flops for each in work) / (PETA * shape.stages),
+        "gb": max(each.sent for each in work) / (GIGA * shape.stages),
         "sizes": by_size,
     }
 

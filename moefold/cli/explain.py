@@ -36,9 +36,10 @@ from moefold.config.optimizer_groups import join_split_entries, parse_groups
 from moefold.config.precision_recipes import is_fp8
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
+from moefold.data.regrouped_samples import context_shape
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
-from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
+from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts, shares_sequences
 from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
@@ -132,6 +133,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "adapters": describe_adapters(config),
         "seq_len": config.data.seq_len,
         "packing": describe_packing(config),
+        "context": describe_context(config, ranks),
         "objective": describe_objective(config),
         "facts": asdict(facts),
         "grids": grids,
@@ -166,6 +168,20 @@ def describe_packing(config: Config) -> str | None:
     return (
         f"whole documents by {fit} in bins of {data.seq_len} tokens, {batch}; longer "
         "documents are cut; padding has no label"
+    )
+
+
+def describe_context(config: Config, ranks: int) -> str | None:
+    """Which ranks share a sample; None where those of the grid share every sequence."""
+    if config.parallel.context_sizes == "fixed":
+        return None
+    parallel = config.parallel
+    shape = context_shape(config, ranks // (parallel.tp * parallel.pp))
+    sizes = ", ".join(map(str, shape.sizes))
+    return (
+        f"the samples of a batch are grouped anew on groups of {sizes} of the {shape.ranks} dp x cp ranks, by "
+        f"{parallel.context}; each gets the least that fits, {shape.limit} tokens a rank; microbatches are as many as "
+        "take the least FLOPs of the slowest ranks"
     )
 
 
@@ -403,8 +419,7 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
     if config.train.objective == "dpo":
         ops.remove("cross_entropy")
         ops.add("token_losses")
-    parallel = config.parallel
-    if parallel.cp > 1 and parallel.context in ("ring", "hierarchical"):
+    if shares_sequences(config) and config.parallel.context in ("ring", "hierarchical"):
         ops |= RING_OPS
     return ops
 
@@ -432,6 +447,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(adapter_line(explanation["adapters"]))
     if explanation["packing"]:
         console.print(escape(f"packing: {explanation['packing']}"))
+    if explanation["context"]:
+        console.print(escape(f"dynamic context: {explanation['context']}"))
     if explanation["objective"]:
         console.print(escape(f"objective: {explanation['objective']}"))
     for name, sizes in explanation["grids"].items():

@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from moefold.config.batch_rules import BATCH_RULES
 from moefold.config.clone_rules import CLONE_RULES
+from moefold.config.context_rules import CONTEXT_RULES
 from moefold.config.errors import UserError
 from moefold.config.fault_order import fault_problem
 from moefold.config.invariance_rules import INVARIANCE_RULES
@@ -758,6 +759,7 @@ RULES: list[ConfigRule] = [
     *MEMORY_RULES,
     *SHARD_RULES,
     *CLONE_RULES,
+    *CONTEXT_RULES,
     *INVARIANCE_RULES,
 ]
 

@@ -368,6 +368,11 @@ class ParallelConfig:
     context: Literal["all_gather", "all_to_all", "ring", "hierarchical"] = key(
         "ring", "context parallelism: mechanism that gives queries the keys and values of other cp ranks"
     )
+    context_sizes: Literal["fixed", "dynamic"] = key(
+        "fixed",
+        "ranks that share a sequence: parallel.cp; or 1, 2, 4, ... of the dp x cp ranks, chosen for every microbatch, "
+        "the fewest that fit its samples (dynamic context parallelism)",
+    )
     dispatcher: str = key("auto", "dispatcher: sends tokens to the experts of other ranks", names=DISPATCHER_NAMES)
     clone_slots: int = key(
         0,

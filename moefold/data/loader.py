@@ -25,6 +25,7 @@ from torch import Tensor
 from moefold.comm.host_copies import ToDevice, UploadStream
 from moefold.data.document_stream import DocumentId
 from moefold.data.packed_sequences import PackedSequences
+from moefold.data.regrouped_samples import RegroupedSamples
 from moefold.data.sequences import Sequences
 from moefold.layout.axes import Axis
 from moefold.layout.labels import IGNORE_INDEX
@@ -46,8 +47,13 @@ class Batch:
     waste: float | None = None  # the share of the global batch that is padding, likewise
     past: PastKeys | None = None  # of earlier positions, while text is generated
     reference_C: Tensor | None = None  # the label log-probabilities of a reference model, of this cp rank's tokens
+    cp_size: int | None = None  # the ranks that share its sequences, if not those of the grid
+    parts: tuple[Batch, ...] = ()  # its microbatches, where these have sizes of their own
 
     def microbatches(self, size: int) -> Iterator[Batch]:
+        yield from self.parts
+        if self.parts:
+            return
         sequences = len(self.tokens_BS)
         for start in range(0, sequences, size):
             rows = slice(start, start + size)
@@ -105,13 +111,17 @@ class BatchLoader:
         first = self.first_sequence(self.consumed, self.batch)
         batch = self.receive_batch(upload, first)
         if self.packed is not None:
-            batch = replace(batch, waste=self.packed.waste(self.consumed))
+            batch = replace(batch, waste=self.waste_of_next())
         self.consumed += self.batch
         self.prefetched = None
         if self.uploads.stream is not None:
             following = self.begin_next_upload()
             self.prefetched = (self.consumed, following)
         return batch
+
+    def waste_of_next(self) -> float:
+        assert self.packed is not None, "windows have no padding"
+        return self.packed.waste(self.consumed)
 
     def begin_next_upload(self) -> ToDevice:
         """Begin to copy the batch at the position, and to assemble the one behind it."""
@@ -199,3 +209,39 @@ class BatchLoader:
         first = self.first_sequence(consumed, count)
         share = self.sequences_per_rank(consumed, count)
         return [replay.read_rows(layer, first, share) for layer in replay.layers]
+
+
+class RegroupedLoader(BatchLoader):
+    """Batches of samples that share context-parallel groups of other sizes in every microbatch. The thread that
+    assembles the next batch plans it too."""
+
+    def __init__(self, regrouped: RegroupedSamples, batch: int, dp: Axis, device: torch.device):
+        super().__init__(regrouped.packed, batch, dp, device)
+        self.regrouped = regrouped
+
+    def first_sequence(self, consumed: int, count: int) -> int:
+        """That of all ranks: any of them may have samples of any sequence."""
+        return consumed
+
+    def assemble_batch(self, consumed: int, count: int) -> Arrays:
+        """For each microbatch: tokens, labels, document begins and filled tokens."""
+        with self.reading:
+            rows = self.regrouped.rows(consumed, count)
+        arrays: Arrays = []
+        for row in rows:
+            assert row.begins is not None, "samples are documents"
+            arrays += (row.tokens[None], row.labels[None], row.begins[None], np.asarray([row.filled]))
+        return arrays
+
+    def receive_batch(self, upload: ToDevice, first: int) -> Batch:
+        tensors = upload.take()
+        parts: list[Batch] = []
+        for number, size in enumerate(self.regrouped.sizes(first)):
+            tokens, labels, begins, filled = tensors[4 * number : 4 * number + 4]
+            parts.append(Batch(tokens, labels, first, begins, filled_B=filled, cp_size=size))
+        tokens = torch.cat([part.tokens_BS for part in parts], dim=1)
+        labels = torch.cat([part.labels_BS for part in parts], dim=1)
+        return Batch(tokens, labels, first, parts=tuple(parts))
+
+    def waste_of_next(self) -> float:
+        return self.regrouped.waste(self.consumed)

@@ -106,7 +106,12 @@ def attention_sees_all(config: Config) -> bool:
 
 def gathers_all_keys(config: Config) -> bool:
     """Whether a rank's queries, a part of the sequence, meet all keys before them in one call."""
-    return config.parallel.cp > 1 and config.parallel.context == "all_gather"
+    return shares_sequences(config) and config.parallel.context == "all_gather"
+
+
+def shares_sequences(config: Config) -> bool:
+    """Whether several cp ranks hold parts of a sequence, or may in some microbatch."""
+    return config.parallel.cp > 1 or config.parallel.context_sizes == "dynamic"
 
 
 def attention_shape(config: Config) -> AttentionShape:

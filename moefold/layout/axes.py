@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from moefold.layout.fold import (
     Ranks,
     fold_into_grids,
     group_of_rank,
+    powers_of_two_in,
     split_by_node,
     split_outermost,
 )
@@ -60,6 +62,15 @@ class Axis:
         object.__setattr__(self, "size", len(self.ranks))
 
 
+class ContextAxes(NamedTuple):
+    """The ranks that share a sequence: along cp alone and with tp, and the parts of cp inside and across nodes."""
+
+    cp: Axis
+    cp_tp: Axis
+    inside: Axis
+    nodes: Axis
+
+
 @dataclass(frozen=True)
 class World:
     """This rank among all: its device, the dense and the expert grid, and an Axis for every combination of their axes
@@ -78,6 +89,7 @@ class World:
     node_size: int
     store: dist.Store | None = None
     shard: ShardConfig = field(default_factory=ShardConfig)
+    context_axes: dict[int, ContextAxes] = field(default_factory=dict)  # by cp size: that of the grid, or several
 
     def axis(self, *names: str) -> Axis:
         if names not in self.axes:
@@ -92,6 +104,10 @@ class World:
     def copies_of(self, placement: Placement) -> Axis:
         """The ranks that hold the same share of a parameter in other copies (`shard.replicas`)."""
         return self.axis(COPIES, *placement.gradient_sum_axes)
+
+    def context(self, size: int | None = None) -> ContextAxes:
+        """The ranks that share a sequence over so many cp ranks, by default those of the grid."""
+        return self.context_axes[size or self.cp.size]
 
     @property
     def dp(self) -> Axis:
@@ -200,6 +216,20 @@ class AxisMaker:
         far = self.make_axis(across_nodes(axis.name), across, use="sums across")
         return replace(axis, levels=(near, far))
 
+    def make_context_axes(self, size: int, tp: int, node_size: int) -> ContextAxes:
+        """The axes of neighbouring ranks that share sequences, `size` of them along cp."""
+        along_cp = Digit(tp, size)
+        with_tp = Digit(1, tp * size)
+        partition = (along_cp,) if size > 1 else ()
+        shared = (with_tp,) if with_tp.size > 1 else ()
+        inside, across = split_by_node(partition, node_size)
+        return ContextAxes(
+            self.make_axis("cp", partition),
+            self.make_axis("cp_tp", shared),
+            self.make_axis(inside_node("cp"), inside),
+            self.make_axis(across_nodes("cp"), across),
+        )
+
     def create_group(self, ranks: Ranks, use: str) -> dist.ProcessGroup | None:
         """A group of these ranks; None for one rank, torch's own group of all ranks where that will do. Only members
         take part: every rank creates one group of each partition, its own, and all in the same order."""
@@ -250,7 +280,19 @@ def create_world(
         across_name = across_nodes(name)
         axes[inside_name,] = maker.make_axis(inside_name, inside, use)
         axes[across_name,] = maker.make_axis(across_name, across, use)
-    return World(rank, size, device, dense, expert, axes, everyone, node_size, store, shard)
+    context_axes: dict[int, ContextAxes] = {}
+    for ranks in context_sizes(dense, parallel):
+        context_axes[ranks] = maker.make_context_axes(ranks, dense.sizes["tp"], node_size)
+    return World(rank, size, device, dense, expert, axes, everyone, node_size, store, shard, context_axes)
+
+
+def context_sizes(dense: Grid, parallel: ParallelConfig) -> list[int]:
+    """Sizes of context-parallel groups: cp alone, or cp and all powers of two that divide dp x cp."""
+    cp = dense.sizes["cp"]
+    if parallel.context_sizes == "fixed":
+        return [cp]
+    powers = powers_of_two_in(dense.sizes["dp"] * cp)
+    return sorted({cp, *powers})
 
 
 def grid_with_axes(names: tuple[str, ...], dense: Grid, expert: Grid) -> Grid:

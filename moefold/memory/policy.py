@@ -117,9 +117,8 @@ def regions_with_layers(model: Transformer) -> Iterator[tuple[Region, int | None
 def lane_of_merged_exchanges(world: World) -> Lane:
     """The lane of a run of steps with exchanges between expert ranks. Where attention communicates too, over tp or cp,
     both must run on one lane: two threads would issue the collectives of an axis in any order."""
-    tp = world.axis("tp")
-    cp = world.axis("cp")
-    attends_alone = tp.size * cp.size == 1
+    sizes = [axes.cp_tp.size for axes in world.context_axes.values()]
+    attends_alone = max(sizes) == 1
     return "comm" if attends_alone else "compute"
 
 

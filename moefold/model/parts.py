@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moefold.dispatch.base import Dispatcher
@@ -12,11 +13,11 @@ from moefold.model.attention.context_parallel import ContextMechanism
 
 @dataclass(frozen=True)
 class ModelParts:
-    """`dispatcher` carries tokens to experts; `context` is attention in which queries meet keys held
-    by other ranks."""
+    """`dispatcher` carries tokens to experts; `contexts` are attention in which queries meet keys held by other ranks,
+    by the number of ranks that share a sequence."""
 
     world: World
     kernels: BoundKernels
     dispatcher: Dispatcher
-    context: ContextMechanism
+    contexts: Mapping[int, ContextMechanism]
     seq_len: int

@@ -167,9 +167,12 @@ def make_token_shard(
     begins_BS: Tensor | None = None,
     filled_B: Tensor | None = None,
     past: PastKeys | None = None,
+    cp_size: int | None = None,
 ) -> TokenShard:
+    """The part of a microbatch that this rank holds. `cp_size`: the ranks that share its sequences, by default those
+    of the grid."""
     sequences, length = tokens_BS.shape
-    cp = world.axis("cp")
+    cp = world.context(cp_size).cp
     tp = world.axis("tp")
     device = tokens_BS.device
     return TokenShard(sequences, length, cp, tp, device, first, begins_BS, filled_B, past)

@@ -106,9 +106,10 @@ class Transformer(nn.Module):
         imposed: ImposedExperts | None = None,
         filled_B: Tensor | None = None,
         past: PastKeys | None = None,
+        cp_size: int | None = None,
     ) -> Carry:
         """The carry of a microbatch before the first step."""
-        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS, filled_B, past)
+        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS, filled_B, past, cp_size)
         any_weight = next(self.parameters())
         wide = torch.promote_types(any_weight.dtype, torch.float32)
         no_loss = tokens_BS.new_zeros((), dtype=wide)
@@ -283,10 +284,10 @@ class Transformer(nn.Module):
         in_order_SBV = gathered_SBV[shard.sequence_order]
         return in_order_SBV.transpose(0, 1)
 
-    def loss_counts(self, labels_BS: Tensor, begins_BS: Tensor | None = None) -> Tensor:
+    def loss_counts(self, labels_BS: Tensor, begins_BS: Tensor | None = None, cp_size: int | None = None) -> Tensor:
         """What each sum of the objective is a mean over, such as the number of this cp rank's tokens that have a
         label."""
-        shard = make_token_shard(labels_BS, self.world, begins_BS=begins_BS)
+        shard = make_token_shard(labels_BS, self.world, begins_BS=begins_BS, cp_size=cp_size)
         return self.objective.counts(labels_BS, shard)
 
     # ---- expert load ----

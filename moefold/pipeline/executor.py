@@ -364,7 +364,8 @@ class StepRun:
         part = self.parts[op.microbatch]
         model = self.executor.model
         texts = (part.tokens_BS, part.labels_BS)
-        carry = model.begin(*texts, part.first, part.begins_BS, part.imposed, part.filled_B, part.past)
+        documents = (part.begins_BS, part.imposed, part.filled_B)
+        carry = model.begin(*texts, part.first, *documents, part.past, part.cp_size)
         if part.reference_C is not None:
             carry["reference_C"] = part.reference_C
         if op.stage > 0:
@@ -460,11 +461,9 @@ class StepRun:
         if model.training:
             streams += self.executor.stages[later].aside
         # tokens of this rank
-        cp = world.axis("cp")
-        tp = world.axis("tp")
-        ranks = cp.size * tp.size
         part = self.parts[op.microbatch]
-        tokens = part.tokens_BS.numel() // ranks
+        sharing = world.context(part.cp_size).cp_tp
+        tokens = part.tokens_BS.numel() // sharing.size
         like = next(model.parameters())
         shape = streams, tokens, model.model.hidden
         return like.new_empty(shape)

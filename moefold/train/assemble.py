@@ -23,8 +23,12 @@ from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus, load_corpus
-from moefold.data.loader import BatchLoader
+from moefold.data.flops_price import FlopsPrice
+from moefold.data.loader import BatchLoader, RegroupedLoader
+from moefold.data.packed_sequences import PackedSequences
 from moefold.data.prepared_corpus import PreparedCorpus, open_prepared, tokenizer_of_prepared
+from moefold.data.regrouped_samples import RegroupedSamples, context_shape, largest_group_length
+from moefold.data.sequences import Sequences
 from moefold.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
 from moefold.dispatch.build import build_dispatcher, choose_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
@@ -37,7 +41,7 @@ from moefold.layout.declare import declared_parameters, parameters_without_memor
 from moefold.layout.dtypes import DTYPES
 from moefold.memory.choose import attach_configured_policies
 from moefold.memory.graphs import StepGraph, make_step_graph
-from moefold.model.attention.context_parallel import choose_context_mechanism
+from moefold.model.attention.context_parallel import choose_context_mechanisms
 from moefold.model.initialise import fill_parameters, initialise_parameters
 from moefold.model.objective import Preferences
 from moefold.model.parts import ModelParts
@@ -256,8 +260,17 @@ def make_loaders(config: Config, corpus: Corpus | PreparedCorpus, world: World) 
     sequences = make_sequences(config.data, train.seed, train.global_batch)
     held_out = corpus.held_out_sequences(config.data)
     loader = BatchLoader(sequences, train.global_batch, *where)
+    if config.parallel.context_sizes == "dynamic":
+        loader = RegroupedLoader(regroup_samples(config, sequences, world), train.global_batch, *where)
     validation = BatchLoader(held_out, train.validate_sequences, *where)
     return loader, validation
+
+
+def regroup_samples(config: Config, sequences: Sequences, world: World) -> RegroupedSamples:
+    assert isinstance(sequences, PackedSequences), "a rule asks for packed samples"
+    shape = context_shape(config, world.dp_cp.size)
+    price = FlopsPrice(config.model)
+    return RegroupedSamples(sequences, shape, price, world.dp_cp.index, world.tp.size)
 
 
 def choose_kernels(config: Config, world: World) -> BoundKernels:
@@ -340,9 +353,16 @@ def add_adapters(
 
 
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:
-    context = choose_context_mechanism(config.parallel.context, kernels, world)
+    contexts = choose_context_mechanisms(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
-    return ModelParts(world, kernels, dispatcher, context, config.data.seq_len)
+    return ModelParts(world, kernels, dispatcher, contexts, longest_row(config, world))
+
+
+def longest_row(config: Config, world: World) -> int:
+    """The longest sequence of tokens that a microbatch may have."""
+    if config.parallel.context_sizes == "fixed":
+        return config.data.seq_len
+    return largest_group_length(config, world.dp_cp.size)
 
 
 @contextmanager

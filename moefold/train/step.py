@@ -288,11 +288,19 @@ class LabelCounts(NamedTuple):
 
 
 def count_labels(run: Run, batch: Batch) -> LabelCounts:
-    own_1M = run.model.loss_counts(batch.labels_BS, batch.begins_BS).double()
-    labels = batch.labels_BS != IGNORE_INDEX
-    share = labels.sum()[None].double() / run.world.axis("cp").size  # every cp rank has all labels
-    both = all_reduce_no_grad(torch.cat((own_1M, share)), run.world.dp_cp)
+    both = sum(own_counts(run, part) for part in batch.parts or [batch])
+    assert isinstance(both, Tensor)
+    both = all_reduce_no_grad(both, run.world.dp_cp)
     return LabelCounts(both[:-1], both[-1])
+
+
+def own_counts(run: Run, part: Batch) -> Tensor:
+    """This cp rank's summands of the counts, the tokens with a label last."""
+    own_1M = run.model.loss_counts(part.labels_BS, part.begins_BS, part.cp_size).double()
+    labels = part.labels_BS != IGNORE_INDEX
+    sharing = run.world.context(part.cp_size).cp
+    share = labels.sum()[None].double() / sharing.size  # every cp rank has all labels
+    return torch.cat((own_1M, share))
 
 
 def loss_weights(run: Run, batch: Batch, counts_1M: Tensor) -> LossWeights:
@@ -304,9 +312,19 @@ def loss_weights(run: Run, batch: Batch, counts_1M: Tensor) -> LossWeights:
 def count_tokens(run: Run, batch: Batch) -> Tensor | int:
     """How many tokens the global batch has, with a label or without; padding is none."""
     dp = run.world.axis("dp")
+    if batch.parts:
+        shares = [own_filled(run, part) for part in batch.parts]
+        return all_reduce_no_grad(torch.stack(shares).sum(), run.world.dp_cp)
     if batch.filled_B is None:
         return batch.tokens_BS.numel() * dp.size
     return all_reduce_no_grad(batch.filled_B.sum().double(), dp)
+
+
+def own_filled(run: Run, part: Batch) -> Tensor:
+    """This rank's share of the tokens of a packed microbatch, which all ranks of its group have."""
+    assert part.filled_B is not None, "its samples are packed"
+    sharing = run.world.context(part.cp_size).cp
+    return part.filled_B.sum().double() / sharing.size
 
 
 def survey_routing(run: Run, microbatches: list[Batch]) -> None:

@@ -59,7 +59,7 @@ def distance_to_neighbour(world: World) -> int:
     have replicas, of another replica. 0: there is none."""
     together = world.cp.size * world.tp.size  # ranks with parts of the same sequences
     experts = world.ep.size * world.etp.size  # ranks with all experts
-    if world.dp.size == 1:
+    if world.dp.size == 1 or len(world.context_axes) > 1:  # ranks of groups of other sizes compute together
         return 0
     return experts if world.edp.size > 1 and experts % together == 0 else together
 

@@ -44,6 +44,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "adapters",
         "seq_len",
         "packing",
+        "context",
         "objective",
         "facts",
         "grids",
@@ -91,6 +92,16 @@ def test_packing_is_shown_where_sequences_are_no_windows(capsys: pytest.CaptureF
     assert run_command_line(["explain", "tiny", *samples, "--train.micro_batch", "1"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "in bins of 256 tokens, as many as 8 documents a batch fill (at most 8, " in shown
+
+
+def test_dynamic_context_says_which_ranks_share_a_sample(capsys: pytest.CaptureFixture[str]):
+    packed = ["--data.packing", "best_fit", "--data.attend", "document", "--parallel.cp", "2"]
+    assert run_command_line(["explain", "tiny", *packed, "--nproc", "4"]) == 0
+    assert "dynamic context" not in capsys.readouterr().out
+    assert run_command_line(["explain", "tiny", *packed, "--nproc", "4", "--parallel.context_sizes", "dynamic"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "on groups of 1, 2, 4 of the 4 dp x cp ranks, by ring" in shown
+    assert "256 tokens a rank" in shown
 
 
 def test_rules_and_groups_are_shown_where_they_are_not_the_default(capsys: pytest.CaptureFixture[str]):

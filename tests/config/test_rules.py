@@ -29,7 +29,36 @@ CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
 SAMPLES = "--data.batch_of=samples --data.packing=best_fit --data.attend=document"
 
 # rule -> (overrides that break it, number of ranks, what its message must name)
+DYNAMIC = "--parallel.context_sizes=dynamic"
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
+    "dynamic context has samples to group": [(DYNAMIC, 2, "context_sizes = dynamic, data.packing = windows")],
+    "dynamic context holds the longest sample": [
+        (f"{DYNAMIC} --parallel.cp=3", 3, "parallel.cp = 3 with train.micro_batch = 2"),
+    ],
+    "dynamic context has heads to swap": [
+        (f"{DYNAMIC} --parallel.context=all_to_all", 8, "parallel.context = all_to_all"),
+    ],
+    "dynamic context sends rows that are counted": [
+        (f"{DYNAMIC} --parallel.ep=2", 2, "parallel.dispatcher = auto"),
+        (f"{DYNAMIC} --parallel.etp=2", 2, "parallel.etp = 2"),
+    ],
+    "dynamic context has no clones": [
+        (f"{DYNAMIC} --parallel.clone_slots=1 --parallel.ep=2", 2, "parallel.clone_slots = 1"),
+    ],
+    "dynamic context has any number of microbatches": [
+        (f"{DYNAMIC} --pipeline.schedule=zb_h1 --parallel.pp=2", 2, "pipeline.schedule = zb_h1"),
+    ],
+    "a step of dynamic context is launched anew": [(f"{DYNAMIC} --memory.graphs=whole", 2, "memory.graphs = whole")],
+    "dynamic context predicts next tokens": [(f"{DYNAMIC} --train.objective=dpo", 2, "train.objective = dpo")],
+    "dynamic context balances samples or batches": [
+        (f"{DYNAMIC} --model.moe.balance.aux_over=microbatch", 2, "model.moe.balance.aux_over = microbatch"),
+    ],
+    "dynamic context draws nothing by place": [
+        (f"{DYNAMIC} --model.moe.router.jitter=0.1", 2, "model.moe.router.jitter = 0.1"),
+        (f"{DYNAMIC} --lora.rank=2 --lora.dropout=0.1", 2, "lora.dropout = 0.1"),
+    ],
+    "routing is recorded by sequence": [(f"{DYNAMIC} --train.record_routing=a", 2, "train.record_routing = a")],
+    "dynamic context clips no logits": [(f"{DYNAMIC} --optim.qk_clip=50", 2, "optim.qk_clip = 50")],
     "weights are of prepared sources": [
         ("--data.weights=1/2", 1, "data.weights = 1/2, but data.source = stdlib"),
         ("--data.weights=1/2 --data.source=prepared --data.files=a", 1, "2 weights for 1 folders"),

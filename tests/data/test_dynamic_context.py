@@ -51,7 +51,7 @@ def seconds_of(plan: ContextPlan, lengths: list[int], price: SquarePrice) -> lis
 @pytest.mark.parametrize("sent", [0.0, 0.5])
 def test_samples_are_placed_once_groups_tile_the_ranks_and_hold_what_fits(shape: ContextShape, sent: float):
     price = SquarePrice(shape.limit, sent, fixed=3.0)
-    for seed in range(4):
+    for seed in range(2):
         lengths = long_tailed(60, shape, seed)
         plan = plan_context(lengths, shape, price)
         placed = [number for each in plan.microbatches for group in each.groups for number in group.samples]
@@ -110,7 +110,7 @@ def least_seconds(lengths: list[int], shape: ContextShape, price: SquarePrice) -
 def test_tiny_plans_are_near_the_optimum_of_all_plans():
     ratios: list[float] = []
     price = SquarePrice(length=20.0, sent=0.2, fixed=1.0)
-    for seed in range(12):
+    for seed in range(9):
         shape = ContextShape(4 if seed % 4 == 0 else 2, 30)
         lengths = np.random.default_rng(seed).integers(1, 55, 3 if shape.ranks == 4 else 4).tolist()
         ratios.append(plan_context(lengths, shape, price).seconds / least_seconds(lengths, shape, price))
@@ -121,7 +121,7 @@ def test_tiny_plans_are_near_the_optimum_of_all_plans():
 
 def test_ranks_wait_for_little_on_a_long_tailed_batch():
     shape, price = ContextShape(64, 8192), SquarePrice(32768.0)
-    lengths = np.clip(np.random.default_rng(5).lognormal(np.log(2000), 1.4, 1500), 1, 131072).astype(int).tolist()
+    lengths = np.clip(np.random.default_rng(5).lognormal(np.log(2000), 1.4, 700), 1, 131072).astype(int).tolist()
     plan = plan_context(lengths, shape, price)
     work = sum(length + length**2 / price.length for length in lengths) / shape.ranks
     assert work / plan.seconds >= 0.9

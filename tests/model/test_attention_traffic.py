@@ -32,7 +32,7 @@ def sent(world: World, model: ModelConfig, parallel: ParallelConfig) -> Counter[
     world = create_world(world.rank, world.size, world.device, parallel)
     kernels = BoundKernels(Facts("cpu", "fp32", hidden=HIDDEN))
     context = choose_context_mechanism(parallel.context, kernels, world)
-    made = ModelParts(world, kernels, None, context, LENGTH)  # pyright: ignore
+    made = ModelParts(world, kernels, None, {world.cp.size: context}, LENGTH)  # pyright: ignore
     attention = ATTENTION_KINDS[model.attention.kind](model, 0, made)
     initialise_parameters(attention, seed=1)
     share = TokenShard(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))

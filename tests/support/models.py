@@ -36,7 +36,8 @@ def choices(
     data, train = DataConfig(seq_len=seq_len), TrainConfig(precision="fp32")
     config = Config(model=model, data=data, train=train, parallel=parallel)
     context = choose_context_mechanism(parallel.context, kernels, world)
-    return ModelParts(world, kernels, build_dispatcher(config, kernels, world), context, seq_len)
+    contexts = {world.cp.size: context}
+    return ModelParts(world, kernels, build_dispatcher(config, kernels, world), contexts, seq_len)
 
 
 def transformer(

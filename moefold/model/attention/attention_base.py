@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
+from moefold.model.attention.context_parallel import Attend, JoinHeads
 from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
 from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
@@ -66,7 +67,6 @@ class AttentionBase(DeclaringModule):
         self.tp = tp
         self.gather_tokens = bind_collective(all_gather, tp)  # all tokens of this cp rank, for this rank's heads
         self.scatter_sums = bind_collective(reduce_scatter, tp)  # sums over all heads; a rank keeps its own tokens
-        self.context = parts.context
         self.layer = layer
         width = a.head_dim
         self.scale = softmax_scale(width, a.rope)
@@ -82,7 +82,10 @@ class AttentionBase(DeclaringModule):
         self.logit_watch: LogitWatch | None = None  # set where logits are clipped (optim/qk_clip.py)
         self.core = Region("core")
         self.swap = Region("swap")
-        self.join_heads = self.context.heads_joiner(self.swap)
+        self.attend_over: dict[int, Callable[..., Tensor]] = {}  # by the ranks that share a sequence
+        for ranks, mechanism in parts.contexts.items():
+            join_heads = mechanism.heads_joiner(self.swap)
+            self.attend_over[ranks] = partial(attend_and_join, mechanism.attend, join_heads)
         self.out_region = Region("out")
 
     def make_linear(self, inputs: int, outputs: int, bias: bool = False) -> Linear:
@@ -125,7 +128,8 @@ class AttentionBase(DeclaringModule):
         if self.training and watch is not None:
             watch.note(q, k, scale, window, begins_BS)
         sinks = self.sinks
-        y_BSN = self.core(self.attend_in_context, q, k, v, scale, window, sinks, begins_BS)
+        attend = self.attend_over[shard.cp.size]
+        y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS)
         y_CN = y_BSN.flatten(0, 1)
         project = self.out
         summand_CD = self.out_region(project, y_CN)
@@ -138,11 +142,6 @@ class AttentionBase(DeclaringModule):
             return made
         return past.extend(self.layer, made, self.window)
 
-    def attend_in_context(self, *inputs: Any) -> Tensor:
-        """(B, S, N): the results of this rank's positions, their heads joined."""
-        y_BShV = self.context.attend(*inputs)
-        return self.join_heads(y_BShV)
-
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its
         ratio; a ratio of one leaves the rows as they are."""
@@ -154,6 +153,12 @@ class AttentionBase(DeclaringModule):
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""
         raise NotImplementedError
+
+
+def attend_and_join(attend: Attend, join_heads: JoinHeads, *inputs: Any) -> Tensor:
+    """(B, S, N): the results of this rank's positions, their heads joined."""
+    y_BShV = attend(*inputs)
+    return join_heads(y_BShV)
 
 
 @lru_cache(maxsize=16)

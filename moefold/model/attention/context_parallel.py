@@ -29,7 +29,7 @@ from moefold.kernels.attention.attention import attention
 from moefold.kernels.attention.masked import sink_gradient
 from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.bound import BoundKernels
-from moefold.layout.axes import Axis, World
+from moefold.layout.axes import Axis, ContextAxes, World
 from moefold.model.steps import Region
 from moefold.model.token_layout import order_by_position, zigzag_positions
 
@@ -63,12 +63,12 @@ class WholeHeads:
         return partial(torch.flatten, start_dim=2)
 
 
-def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
+def all_gather_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMechanism:
     """Keys and values of all ranks, in the order of their positions; each of this rank's two chunks of queries is a
     causal attention over the keys up to its end."""
 
     attend = kernels[attention]
-    cp = world.axis("cp")
+    cp = axes.cp
 
     def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
         k_BSGD = gather_positions(k_BsGD, cp)
@@ -136,18 +136,16 @@ def zigzag_chunk_ends(length: int, cp: Axis) -> EarlyAndLate:
     return early_end, late_end
 
 
-def ulysses_context(kernels: BoundKernels, world: World) -> ContextMechanism:
-    cp = world.axis("cp")
+def ulysses_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMechanism:
     attend = kernels[attention]
-    return ulysses_attention(attend, cp, cp)
+    return ulysses_attention(attend, axes.cp, axes.cp)
 
 
-def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanism:
+def hierarchical_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMechanism:
     """Inside a node ranks swap positions for heads, which makes the node's positions one early and one late chunk: a
     zig-zag over nodes, round which the ring goes."""
-    cp = world.axis("cp")
-    across_nodes = ring_attention(world.cp_nodes, kernels)
-    return ulysses_attention(across_nodes.attend, world.cp_inside, cp)
+    across_nodes = ring_attention(axes.nodes, kernels)
+    return ulysses_attention(across_nodes.attend, axes.inside, axes.cp)
 
 
 def ulysses_attention(attend: Attend, axis: Axis, cp: Axis) -> SwappedAttention:
@@ -260,9 +258,8 @@ class HeadSwap(NamedTuple):
         return all_to_all(x, even, even, axis, what="heads")
 
 
-def ring_context(kernels: BoundKernels, world: World) -> ContextMechanism:
-    cp = world.axis("cp")
-    return ring_attention(cp, kernels)
+def ring_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMechanism:
+    return ring_attention(axes.cp, kernels)
 
 
 class RingSetting(NamedTuple):
@@ -463,7 +460,7 @@ def split_like(joined: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return joined.split(widths, dim=-1)
 
 
-MakeMechanism = Callable[[BoundKernels, World], ContextMechanism]
+MakeMechanism = Callable[[BoundKernels, ContextAxes], ContextMechanism]
 CONTEXT_MECHANISMS: dict[str, MakeMechanism] = {
     "all_gather": all_gather_context,
     "all_to_all": ulysses_context,
@@ -472,9 +469,17 @@ CONTEXT_MECHANISMS: dict[str, MakeMechanism] = {
 }
 
 
-def choose_context_mechanism(name: str, kernels: BoundKernels, world: World) -> ContextMechanism:
-    cp = world.axis("cp")
-    if cp.size == 1:
+def choose_context_mechanisms(name: str, kernels: BoundKernels, world: World) -> dict[int, ContextMechanism]:
+    """By the number of ranks that share a sequence."""
+    sizes = world.context_axes
+    return {size: choose_context_mechanism(name, kernels, world, size) for size in sizes}
+
+
+def choose_context_mechanism(
+    name: str, kernels: BoundKernels, world: World, size: int | None = None
+) -> ContextMechanism:
+    axes = world.context(size)
+    if axes.cp.size == 1:
         return WholeHeads(kernels[attention])
     make_mechanism = CONTEXT_MECHANISMS[name]
-    return make_mechanism(kernels, world)
+    return make_mechanism(kernels, axes)

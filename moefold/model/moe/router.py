@@ -61,8 +61,9 @@ class Router(DeclaringModule):
         self.lora: Callable[[Tensor], Tensor] | None = None  # an adapter beside the weight (precision/low_rank.py)
         self.load = ExpertLoad(experts, layer)
         self.drops_choices = drops_choices(moe)
-        self.sharing = world.cp_tp  # the ranks that hold parts of the same sequences
-        self.sum_over_sharing = bind_collective(all_reduce_no_grad, self.sharing)
+        self.sums_over_sharing: dict[int, SumOverRanks] = {}  # by the cp ranks that share a sequence
+        for size, axes in world.context_axes.items():
+            self.sums_over_sharing[size] = bind_collective(all_reduce_no_grad, axes.cp_tp)
 
     def forward(self, h_TD: Tensor, share: TokenShard, imposed_TK: Tensor | None = None) -> tuple[Routing, Tensor]:
         """The routing, and this rank's summand of the balance losses. `imposed_TK` replaces the top-k selection."""
@@ -78,14 +79,15 @@ class Router(DeclaringModule):
         weights_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
         routing = Routing(weights_TK, ids_TK)
         if self.drops_choices and share.past is None:  # a generated token has no others to share a capacity with
-            sharing = self.sharing
+            sharing = self.world.cp_tp
             routing = drop_beyond_capacity(routing, self.moe, share, sharing)
         if self.training:
             load.count(counts_BE, ids_TK, routing.ids_TK)
         if load.record and not inside_recompute():
             load.record(ids_TK, share)
         sums = (counts_BE, shares_BE, squares_B)
-        losses = balance_losses(*sums, self.moe, load, self.sum_over_sharing, share)
+        sum_over_sharing = self.sums_over_sharing[share.cp.size]
+        losses = balance_losses(*sums, self.moe, load, sum_over_sharing, share)
         return routing, losses
 
     def logits(self, h_TD: Tensor, share: TokenShard) -> Tensor:
@@ -115,7 +117,7 @@ class Router(DeclaringModule):
         if kind == "token_choice":
             return None
         choose = expert_choice if kind == "expert_choice" else sinkhorn_choice
-        logits_BSE = share.gather_all_tokens(logits_TE, self.sharing)
+        logits_BSE = share.gather_all_tokens(logits_TE, self.world.cp_tp)
         ids_BSK = choose(logits_BSE, self.moe)
         return share.slice_for_rank(ids_BSK)
 

@@ -1,0 +1,153 @@
+"""Rules of dynamic context parallelism (`parallel.context_sizes dynamic`): what it needs, and what does not know of it
+yet."""
+
+from __future__ import annotations
+
+from moefold.config.clone_rules import COUNTING_DISPATCHERS
+from moefold.config.rule import ConfigOnRanks, RuleList
+
+SIZES = "parallel.context_sizes"
+FIXED_SIZES = "set parallel.context_sizes to fixed"
+SCHEDULES_OF_ANY_NUMBER = ("1f1b", "gpipe")  # of microbatches
+
+CONTEXT_RULES = RuleList()
+
+
+def is_dynamic(c: ConfigOnRanks) -> bool:
+    return c.parallel.context_sizes == "dynamic"
+
+
+def largest_context_size(c: ConfigOnRanks) -> int:
+    """The largest power of two that divides dp x cp."""
+    ranks = c.world // (c.parallel.tp * c.parallel.pp)
+    return ranks & -ranks
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context has samples to group",
+    (SIZES, "data.packing"),
+    why="windows of a row are all as long as a sequence",
+    fix="set data.packing to best_fit",
+)
+def dynamic_context_has_samples(c: ConfigOnRanks) -> bool:
+    return not is_dynamic(c) or c.data.packing != "windows"
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context holds the longest sample",
+    (SIZES, "parallel.cp", "train.micro_batch"),
+    says="<parallel.cp> with <train.micro_batch>: groups of a power of two of the dp x cp ranks cannot hold a sequence",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_holds_the_longest(c: ConfigOnRanks) -> bool:
+    held = largest_context_size(c) * c.train.micro_batch
+    return not is_dynamic(c) or held >= c.parallel.cp
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context has heads to swap",
+    (SIZES, "parallel.context", "parallel.tp", "model.attention.kv_heads"),
+    why="heads are swapped over all sizes of groups, up to dp x cp ranks",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_has_heads(c: ConfigOnRanks) -> bool:
+    if not is_dynamic(c) or c.parallel.context != "all_to_all":
+        return True
+    ranks = c.parallel.tp * largest_context_size(c)
+    return c.model.attention.kv_heads % ranks == 0
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context sends rows that are counted",
+    (SIZES, "parallel.dispatcher", "parallel.ep", "parallel.etp"),
+    why=f"ranks have different numbers of tokens, which {', '.join(COUNTING_DISPATCHERS)} count, without etp",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_counts_rows(c: ConfigOnRanks) -> bool:
+    p = c.parallel
+    counts = p.ep == 1 or p.dispatcher in COUNTING_DISPATCHERS
+    return not is_dynamic(c) or (counts and p.etp == 1)
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context has no clones",
+    (SIZES, "parallel.clone_slots"),
+    why="clones are planned for ranks with as many tokens each",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_has_no_clones(c: ConfigOnRanks) -> bool:
+    return not (is_dynamic(c) and c.parallel.clone_slots)
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context has any number of microbatches",
+    (SIZES, "pipeline.schedule", "pipeline.vpp"),
+    why=f"steps differ in their number of microbatches, which {' and '.join(SCHEDULES_OF_ANY_NUMBER)} without vpp take",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_has_a_schedule(c: ConfigOnRanks) -> bool:
+    takes_any = c.pipeline.schedule in SCHEDULES_OF_ANY_NUMBER and c.pipeline.vpp == 1
+    return not is_dynamic(c) or takes_any or c.parallel.pp == 1
+
+
+@CONTEXT_RULES.rule(
+    "a step of dynamic context is launched anew",
+    (SIZES, "memory.graphs"),
+    why="steps have different shapes",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_is_in_no_graph(c: ConfigOnRanks) -> bool:
+    return not is_dynamic(c) or c.memory.graphs == "none"
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context predicts next tokens",
+    (SIZES, "train.objective"),
+    why="responses of a pair could come into different groups",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_predicts_tokens(c: ConfigOnRanks) -> bool:
+    return not is_dynamic(c) or c.train.objective == "next_token"
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context balances samples or batches",
+    (SIZES, "model.moe.balance.aux_over"),
+    why="a balance loss over microbatches would depend on how samples are grouped",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_balances_samples(c: ConfigOnRanks) -> bool:
+    return not is_dynamic(c) or c.model.moe.balance.aux_over != "microbatch"
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context draws nothing by place",
+    (SIZES, "model.moe.router.jitter", "model.moe.router.force_balance", "lora.dropout"),
+    why="what is drawn by a token's place in its sequence would depend on how samples are grouped",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_draws_nothing(c: ConfigOnRanks) -> bool:
+    router = c.model.moe.router
+    draws = router.jitter > 0 or router.force_balance or c.lora.dropout > 0
+    return not (is_dynamic(c) and draws)
+
+
+@CONTEXT_RULES.rule(
+    "routing is recorded by sequence",
+    (SIZES, "train.record_routing", "train.replay_routing"),
+    why="records are by sequence and place, and samples are grouped anew",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_records_no_routing(c: ConfigOnRanks) -> bool:
+    records = c.train.record_routing or c.train.replay_routing
+    return not (is_dynamic(c) and records)
+
+
+@CONTEXT_RULES.rule(
+    "dynamic context clips no logits",
+    (SIZES, "optim.qk_clip"),
+    why="logits are watched where a rank has all keys of its queries",
+    fix=FIXED_SIZES,
+)
+def dynamic_context_clips_no_logits(c: ConfigOnRanks) -> bool:
+    return not (is_dynamic(c) and c.optim.qk_clip)

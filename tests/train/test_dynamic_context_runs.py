@@ -1,0 +1,114 @@
+"""Dynamic context parallelism changes nothing: a step on regrouped samples is the step on each document by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from moefold.comm.byte_counters import counted_bytes_sent
+from moefold.config.rules import check_config
+from moefold.config.run import Config
+from moefold.layout.axes import World, create_world
+from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
+from moefold.train.assemble import assemble_run
+from moefold.train.parity import TraceEntry, expert_token_counts, first_mismatch, local_gradients, scalar_entry
+from moefold.train.step import train_step
+from tests.support.ranks import run_ranks
+from tests.train.test_packed_runs import RANKS, corpus, one_by_one, packed
+
+HEADS = 8  # that all ranks can swap
+COUNTED = "all_gather"  # whose bytes are compared with those of fixed sizes
+
+
+class Case(NamedTuple):
+    """Degrees and mechanism, the form of attention, layers that look ahead, what balance is counted over, and the bins
+    of a batch."""
+
+    parallel: dict[str, Any]
+    form: dict[str, Any]
+    mtp: int = 0
+    over: str = "sequence"
+    sequences: int = 4
+
+
+CASES = {
+    "all_gather": Case({"cp": 2, "ep": 8, "dispatcher": "all_to_all"}, {"window": 5}, mtp=1, sequences=8),
+    "all_to_all": Case({"cp": 4, "ep": 4, "dispatcher": "dedup"}, {"window": 7, "sinks": True}, over="previous_batch"),
+    "hierarchical": Case({"cp": 8, "ep": 8, "dispatcher": "all_to_all"}, {}, sequences=2),
+    "ring": Case({"cp": 2, "pp": 2, "tp": 2}, {"kind": "mla"}),
+}
+
+
+class Outcome(NamedTuple):
+    """The trace of a step, the sizes of this rank's groups in each microbatch, and the bytes that it
+    sent for attention."""
+
+    trace: list[TraceEntry]
+    sizes: list[int]
+    sent: int
+
+
+def configuration(name: str) -> Config:
+    case = CASES[name]
+    parallel = {"context": name, **case.parallel}
+    config = packed(RANKS, case.form, mtp=case.mtp, over=case.over, **parallel)
+    attention = replace(config.model.attention, heads=HEADS, kv_heads=HEADS)
+    model = replace(config.model, attention=attention)
+    dynamic = replace(config.parallel, context_sizes="dynamic")
+    train = replace(config.train, global_batch=case.sequences, micro_batch=1)
+    return check_config(replace(config, model=model, parallel=dynamic, train=train), RANKS)
+
+
+def outcomes(world: World) -> dict[str, Outcome]:
+    """Of the first step, by case; `static` is one of them with fixed sizes."""
+    configs = {name: configuration(name) for name in CASES}
+    fixed = replace(configs[COUNTED].parallel, context_sizes="fixed")
+    configs["static"] = replace(configs[COUNTED], parallel=fixed)
+    return {name: outcome(world, config) for name, config in configs.items()}
+
+
+def outcome(world: World, config: Config) -> Outcome:
+    """Ranks 0-3 and 4-7 are taken for two nodes."""
+    here = create_world(world.rank, world.size, world.device, config.parallel, node_size=4)
+    run = assemble_run(config, here, Path("."), corpus(has_masks=True))
+    batch = run.loader.next_batch()
+    with counted_bytes_sent() as counter:
+        report = train_step(run, batch)
+    counts = expert_token_counts(report.loads, "")
+    trace = [scalar_entry("loss", report.loss), *counts, *local_gradients(run, "")]
+    sizes = [part.cp_size for part in batch.parts if part.cp_size]
+    sent = sum(size for (_, axis), size in counter.items() if axis == "cp")
+    return Outcome(trace, sizes, sent)
+
+
+@cache
+def on_ranks() -> list[dict[str, Outcome]]:
+    return run_ranks(outcomes, RANKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_dynamic_context_is_the_step_on_each_document_by_itself(name: str):
+    traces = [found[name].trace for found in on_ranks()]
+    assert first_mismatch(one_by_one(configuration(name), True), traces, 1e-12) is None
+
+
+def test_the_steps_mix_sizes_and_every_mechanism_has_several():
+    assert {configuration(name).parallel.context for name in CASES} == set(CONTEXT_MECHANISMS)
+    mixed = 0
+    for name in CASES:
+        by_rank = [found[name].sizes for found in on_ranks()]
+        assert len(set(map(len, by_rank))) == 1, "ranks run the same number of microbatches"
+        mixed += sum(len(set(at_once)) > 1 for at_once in zip(*by_rank, strict=True))
+    assert mixed, "ranks of one microbatch have groups of different sizes"
+    seen = Counter(size for name in CASES for found in on_ranks() for size in found[name].sizes)
+    assert set(seen) == {1, 2, 4, 8}
+
+
+def test_the_largest_rank_sends_less_for_attention_than_with_fixed_sizes():
+    dynamic, static = ([found[name] for found in on_ranks()] for name in (COUNTED, "static"))
+    assert 0 < max(each.sent for each in dynamic) <= 0.7 * max(each.sent for each in static)
