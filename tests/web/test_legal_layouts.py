@@ -14,7 +14,7 @@ QWEN = {"model": "qwen3-30b-a3b", "gpus": 8, "gpu": "h100", "seq": 4096, "mbs": 
 
 def test_values_divide_what_they_cut():
     values = legal_layouts({**QWEN, "gpus": 48, "gbs": 48})["values"]
-    assert values["parallel.tp"] == [1, 2, 4], "four heads of keys"
+    assert values["parallel.tp"] == [1, 2, 4, 8], "four heads of keys, which two ranks may share"
     assert values["parallel.pp"] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     assert values["parallel.ep"] == [1, 2, 4, 8, 16]
     assert 48 in values["gbs"]
