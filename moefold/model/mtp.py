@@ -61,7 +61,8 @@ def labels_shifted_by(labels_BS: Tensor, depth: int, begins_BS: Tensor | None = 
 def shifted_within(x_BS: Tensor, depth: int, begins_BS: Tensor | None, behind: int) -> Tensor:
     """What is `depth` places on, and `behind` where the sequence or document ends before."""
     later_BS = x_BS[:, depth:]
-    at_end = (0, depth)
+    missing = min(depth, x_BS.shape[1])  # a row of padding may be shorter
+    at_end = (0, missing)
     shifted_BS = F.pad(later_BS, at_end, value=behind)
     if begins_BS is None:
         return shifted_BS

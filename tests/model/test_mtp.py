@@ -75,7 +75,7 @@ def label_by_loop(labels: list[int], i: int, depth: int) -> int:
     return wanted[-1] if len(wanted) == depth + 1 else IGNORE_INDEX
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 7, 8])
+@pytest.mark.parametrize("depth", [0, 1, 2, 7, 8, 11])
 def test_a_label_ahead_is_the_one_so_many_places_on(depth: int):
     _, labels = batch(holes=True)
     expected = [[label_by_loop(row, i, depth) for i in range(LENGTH)] for row in labels.tolist()]
