@@ -23,8 +23,8 @@ from moefold.plan.time.simulate_step import time_training_step
 PETA = 1e15
 GIGA = 1e9
 CAPTION = (
-    "largest: of all ranks, PFLOP in a step, and GB sent for attention. lost: of the time, beyond even work at least "
-    "sizes: waiting for the slowest, launches, sending that attention does not hide."
+    "PFLOP, GB: of the largest rank, computed in a step and sent for attention. lost: of the time, beyond even work at "
+    "the least sizes: waiting for the slowest, launches, sending that attention does not hide."
 )
 
 
@@ -124,7 +124,7 @@ def print_context_table(report: Report) -> None:
     cluster = f"{report['model']} on {report['gpus']} x {report['gpu']}, {report['limit']:,} tokens a rank"
     table = report_table(f"{cluster}, {report['tokens']:,} a step, predicted", caption=CAPTION)
     table.add_column("cp", no_wrap=True)
-    add_number_columns(table, "microbatches", "step s", "lost", "largest PFLOP", "largest GB")
+    add_number_columns(table, "microbatches", "step s", "lost", "PFLOP", "GB")
     table.add_column("sizes")
     for row in report["results"]:
         figures = (f"{row['microbatches']:.1f}", f"{row['step_s']:.2f}", f"{row['lost']:.0%}")

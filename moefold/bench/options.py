@@ -265,7 +265,7 @@ class ContextOptions(BenchOptions):
     """Mechanism of context parallelism (parallel.context)."""
     limit: int = 8192
     """Tokens of a rank in a microbatch."""
-    tokens: int = 8_388_608
+    tokens: int = 4_194_304
     """Tokens of a step."""
     median: float = 2000
     """Median length of samples, which are log-normal."""
