@@ -106,6 +106,8 @@ def print_plan(answer: Answer) -> None:
     layout = answer["layout"]
     console.print(layout_headline(answer))
     choices = [f"dispatcher {answer['dispatcher']}", f"graphs {layout['graphs']}"]
+    if layout["cp"] > 1:
+        choices.append(f"context {layout['parallel.context']}")
     if layout["recompute"]:
         choices.append(f"recompute {','.join(layout['recompute'])}")
     if layout["overlap"]:

@@ -209,6 +209,7 @@ def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> JsonObject:
     keys["stages"] = str(pipeline_layout(config))
     keys["overlap"] = config.pipeline.pair
     keys["dispatcher"] = config.parallel.dispatcher
+    keys["parallel.context"] = config.parallel.context
     keys["precision"] = choices.precision
     keys["precision.recipe"] = config.precision.recipe
     keys["recompute"] = list(choices.recompute)

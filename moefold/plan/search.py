@@ -26,6 +26,7 @@ from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
 from moefold.plan.options import PlanChoices
 from moefold.plan.request import with_dispatcher
+from moefold.plan.time.cheapest_context import cheapest_context, with_context
 from moefold.plan.time.closed_form import (
     PieceKind,
     PipelineCut,
@@ -244,7 +245,8 @@ def pairing_choices(config: Config, fixed: FixedKeys) -> list[bool]:
 
 
 class LayoutSearch:
-    """A search over layouts. Candidates share cached costs of pieces, dispatchers and cuts of the model."""
+    """A search over layouts. Candidates share cached costs of pieces, dispatchers, context mechanisms and cuts of the
+    model."""
 
     def __init__(self, world: int, gpu: Gpu, choices: PlanChoices, fixed: FixedKeys):
         self.world = world
@@ -258,6 +260,7 @@ class LayoutSearch:
         self.seconds_cache = defaultdict[CacheKey, dict[PieceKind, StageSeconds]](dict)
         self.memory_cache = defaultdict[CacheKey, dict[PieceKind, StageMemory]](dict)
         self.dispatcher_cache: dict[CacheKey, str] = {}
+        self.context_cache: dict[CacheKey, str] = {}
         self.cut_cache: dict[tuple[int, int], PipelineCut] = {}
         self.refusals = Refusals()
         self.layouts_tried = 0
@@ -305,6 +308,16 @@ class LayoutSearch:
         parallel = replace(config.parallel, dispatcher=dispatcher)  # pyright: ignore[reportArgumentType]
         return replace(config, parallel=parallel)
 
+    def with_chosen_context(self, config: Config) -> Config:
+        """The configuration with the mechanism of context parallelism of least predicted time, unless one was set."""
+        p = config.parallel
+        if p.cp == 1 or "parallel.context" in self.fixed:
+            return config
+        key = (p.tp, p.cp, config.train.micro_batch)
+        if key not in self.context_cache:
+            self.context_cache[key] = cheapest_context(config, self.ladder[0], self.gpu, self.world)
+        return with_context(config, self.context_cache[key])
+
     def is_legal(self, config: Config) -> bool:
         case = ConfigOnRanks(config, self.world)
         for rule in RULES:
@@ -322,15 +335,18 @@ class LayoutSearch:
         return True
 
     def feasible_candidates(self, base: Config) -> Iterator[Candidate]:
-        grids = degree_combinations(base, self.world, self.gpu, self.fixed)
-        for grid in grids:
+        for config in self.variants(base):
+            self.layouts_tried += 1
+            if not self.is_legal(config):
+                continue
+            candidate = self.fit_with_recompute(config)
+            if candidate:
+                yield candidate
+
+    def variants(self, base: Config) -> Iterator[Config]:
+        for grid in degree_combinations(base, self.world, self.gpu, self.fixed):
             for config in pipeline_variants(grid, self.fixed):
-                self.layouts_tried += 1
-                if not self.is_legal(config):
-                    continue
-                candidate = self.fit_with_recompute(config)
-                if candidate:
-                    yield candidate
+                yield self.with_chosen_context(config)
 
     def fit_with_recompute(self, config: Config, rung: int = 0) -> Candidate | None:
         """The layout with the least recompute whose least memory fits, from this rung on."""
@@ -397,7 +413,7 @@ class MeasuredRung(NamedTuple):
 def grid_cache_key(config: Config) -> CacheKey:
     """The keys on which a rank's part of a layer depends, beside recompute."""
     p = config.parallel
-    return p.tp, p.cp, p.ep, p.etp, config.train.micro_batch
+    return p.tp, p.cp, p.context, p.ep, p.etp, config.train.micro_batch
 
 
 def describe_layout(config: Config) -> str:
@@ -416,6 +432,8 @@ def describe_layout(config: Config) -> str:
     for name, degree in degrees.items():
         if degree > 1 or name in ("tp", "pp", "ep"):
             parts.append(f"{name} {degree}")
+    if parallel.cp > 1:
+        parts.append(parallel.context)
     parts.append(f"mbs {config.train.micro_batch}")
     if pipeline.pair:
         parts.append("overlap")

@@ -26,10 +26,11 @@ MLA = AttentionConfig(
     kind="mla", heads=8, kv_heads=8, head_dim=12, rope_dim=4, value_dim=6, q_rank=10, kv_rank=14, sinks=True
 )
 LATENT = ModelConfig(hidden=HIDDEN, attention=MLA)
+NODE = 2  # ranks
 
 
 def sent(world: World, model: ModelConfig, parallel: ParallelConfig) -> Counter[tuple[str, str]]:
-    world = create_world(world.rank, world.size, world.device, parallel)
+    world = create_world(world.rank, world.size, world.device, parallel, node_size=NODE)
     kernels = BoundKernels(Facts("cpu", "fp32", hidden=HIDDEN))
     context = choose_context_mechanism(parallel.context, kernels, world)
     made = ModelParts(world, kernels, None, {world.cp.size: context}, LENGTH)  # pyright: ignore

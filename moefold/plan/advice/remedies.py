@@ -69,8 +69,8 @@ def memory_changes(plan: Situation) -> Iterator[Change]:
         yield {"recompute": tuple(recomputed)}
     if not choices.offload:
         yield {"offload": ("experts",)}
-    if not choices.states_on_host:
-        yield {"states_on_host": True}
+    if not plan.setting.states_on_host:
+        yield {"optim.states": "host"}
 
 
 def needless_recompute(plan: Situation) -> Iterator[Advice]:

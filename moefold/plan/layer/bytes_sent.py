@@ -33,10 +33,7 @@ def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
     step = spec.name
     traffic = tensor_parallel_bytes(step, s)
     if step == "attend" and s.portion.cp > 1:
-        forward, backward = context_parallel_bytes(s)
-        context = s.portion.context
-        over_cp = AxisTraffic(step, "cp", context, forward, backward)
-        traffic.append(over_cp)
+        traffic += context_parallel_bytes(step, s)
     if step in ("dispatch", "combine"):
         traffic += expert_parallel_bytes(step, s)
     return traffic
@@ -70,40 +67,51 @@ def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     return traffic
 
 
-def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
-    """Bytes of context parallelism in forward and backward. The backward of an all-gather of keys is a reduce-scatter
-    of their gradients. The backward of a ring sends keys and values again, with their fp32 gradients. An all-to-all of
-    heads sends the same bytes in both."""
+def context_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
+    """Bytes of context parallelism. The backward of an all-gather of keys is a reduce-scatter of their gradients."""
     cp = s.portion.cp
-    wide = s.recipe.wide
-    again = wide * (cp - 1)
-    key_and_value = s.Q + s.V
-    keys = s.C * s.G * key_and_value
-    if s.portion.context == "all_gather":
-        gathered = keys * again
-        return gathered, gathered
-    if s.portion.context == "ring":
-        forward = keys * again
-        gradients = FP32_BYTES * cp
-        backward = keys * (again + gradients)
-        return forward, backward
+    context = s.portion.context
+    if context == "all_gather":
+        gathered = key_bytes(s) * (cp - 1)
+        return [AxisTraffic(step, "cp", context, gathered, gathered)]
+    if context == "ring":
+        return [AxisTraffic(step, "cp", context, *ring_bytes(s, cp))]
+    if context == "all_to_all":
+        exchanged = swapped_bytes(s)
+        return [AxisTraffic(step, "cp", context, exchanged, exchanged)]
 
     # An all-to-all of heads inside a node, a ring of keys between nodes.
-    inside = cp
-    if s.portion.context != "all_to_all":
-        inside = min(cp, s.choices.node)
-    kv_heads = s.G * s.kv_copies
-    keys *= s.kv_copies
-    heads = s.H * key_and_value + kv_heads * key_and_value
-    whole = s.C * heads * wide
-    exchanged = whole * (inside - 1) / inside
-    nodes = cp / inside
-    other_nodes = nodes - 1
-    ring = wide * other_nodes
-    ring_gradients = FP32_BYTES * nodes if nodes > 1 else 0
-    forward = exchanged + keys * wide * other_nodes
-    backward = exchanged + keys * (ring + ring_gradients)
-    return forward, backward
+    traffic: list[AxisTraffic] = []
+    inside = s.ranks_swapping_heads
+    if inside > 1:
+        exchanged = swapped_bytes(s)
+        traffic.append(AxisTraffic(step, "cp inside", "heads", exchanged, exchanged))
+    if cp > inside:
+        traffic.append(AxisTraffic(step, "cp nodes", "ring", *ring_bytes(s, cp / inside)))
+    return traffic
+
+
+def key_bytes(s: RankShapes) -> float:
+    """Bytes of the keys and values of this rank's positions, as they are sent."""
+    elements = s.C * s.G * s.kv_copies * (s.Q + s.V)
+    return elements * s.recipe.wide
+
+
+def swapped_bytes(s: RankShapes) -> float:
+    """Bytes of the all-to-alls that swap positions for heads and back, the same in forward and backward."""
+    ranks = s.ranks_swapping_heads
+    results_and_queries = s.C * s.H * (s.Q + s.V) * s.recipe.wide
+    whole = results_and_queries + key_bytes(s)
+    return whole * (ranks - 1) / ranks
+
+
+def ring_bytes(s: RankShapes, places: float) -> tuple[float, float]:
+    """Bytes of a ring of so many places, forward and backward: backward sends keys and values again, with their fp32
+    gradients."""
+    sent = key_bytes(s)
+    forward = sent * (places - 1)
+    gradients = sent / s.recipe.wide * FP32_BYTES * places
+    return forward, forward + gradients
 
 
 def expert_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:

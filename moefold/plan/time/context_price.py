@@ -116,14 +116,15 @@ class PlannedContextPrice:
             return SentTokens(0.0, 0.0)
         length = size * self.limit
         clock = self.clock(length, size)
-        ranks = size * self.config.parallel.tp
-        sizes: list[float] = []
+        seconds = 0.0
+        sent = 0.0
         for step in self.attend_steps(clock):
             for traffic in step.sent:
-                if traffic.axis == "cp":
-                    sizes += (traffic.forward, traffic.backward)
-        seconds = sum(clock.cluster.neighbour_seconds(each, ranks) for each in sizes)
-        return SentTokens(seconds / length, sum(sizes) / length)
+                if traffic.axis.startswith("cp"):
+                    for each in (traffic.forward, traffic.backward):
+                        seconds += clock.context_seconds(traffic.axis, each)
+                        sent += each
+        return SentTokens(seconds / length, sent / length)
 
     def flops_of(self, length: int) -> float:
         """Of a whole sample, forward and backward."""

@@ -387,12 +387,19 @@ class StepClock:
             # Collectives over tp are exposed; a ring over cp overlaps with attention.
             if traffic.axis == "tp":
                 seconds += self.cluster.ring_seconds(size, 1, p.tp)
-            elif traffic.axis == "cp":
-                hidden = attention if p.context == "ring" else 0.0
-                ranks = p.tp * p.cp
-                sending = self.cluster.neighbour_seconds(size, ranks)
+            elif traffic.axis.startswith("cp"):
+                hidden = attention if traffic.what == "ring" else 0.0
+                sending = self.context_seconds(traffic.axis, size)
                 seconds += max(0.0, sending - hidden)
         return seconds
+
+    def context_seconds(self, axis: str, size: float) -> float:
+        """Seconds of what a rank sends over cp, or over its ranks of a node alone."""
+        p = self.setting.parallel
+        ranks = p.tp * p.cp
+        if axis == "cp inside":
+            ranks = min(ranks, self.cluster.domain)
+        return self.cluster.neighbour_seconds(size, ranks)
 
     def restore_seconds(self, forward: ForwardOfStep) -> float:
         """Seconds that recompute and exposed offloading add to the backward of a step."""
@@ -446,11 +453,10 @@ class StepClock:
         step, s, _ = forward
         if step.name != "attend" or not swaps_heads(s):
             return 0.0
-        sent = sum(traffic.forward for traffic in step.sent if traffic.axis == "cp")
         query_and_key_heads = s.H + s.G * s.kv_copies
         share = s.H * s.V / (query_and_key_heads * (s.Q + s.V))
-        ranks = s.portion.tp * s.portion.cp
-        return self.cluster.neighbour_seconds(sent * share, ranks)
+        swaps = [traffic for traffic in step.sent if traffic.what in ("all_to_all", "heads")]
+        return sum(self.context_seconds(traffic.axis, share * traffic.forward) for traffic in swaps)
 
     def recompute_dispatch(self, forward: ForwardOfStep) -> float:
         """Seconds of arranging rows; those of sending are counted in `sent_again_seconds`, and sizes are known."""

@@ -13,7 +13,7 @@ from moefold.config.run import ModelConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world
-from moefold.model.attention.context_parallel import choose_context_mechanism
+from moefold.model.attention.context_parallel import choose_context_mechanisms
 from moefold.model.block import ATTENTION_KINDS
 from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts as ModelChoices
@@ -22,7 +22,7 @@ from moefold.plan.layer.layer_costs import count_piece
 from moefold.plan.layer.rank_shapes import RankPortion
 from moefold.plan.options import PlanChoices
 from moefold.presets.zoo import PRESETS
-from tests.model.test_attention_traffic import BATCH, LATENT, LENGTH, MODEL, N
+from tests.model.test_attention_traffic import BATCH, LATENT, LENGTH, MODEL, NODE, N
 from tests.model.test_attention_traffic import sent as sent_ahead
 from tests.plan.layer.test_layer_costs import PLAIN, steps
 from tests.support.models import attend
@@ -86,10 +86,10 @@ def test_tokens_that_travel_in_fp8_are_half_as_many_bytes_one_way():
 
 def sent_both_ways(world: World, model: ModelConfig, parallel: ParallelConfig) -> int:
     """Bytes that leave this rank in forward and backward of real attention."""
-    world = create_world(world.rank, world.size, world.device, parallel)
+    world = create_world(world.rank, world.size, world.device, parallel, node_size=NODE)
     kernels = BoundKernels(Facts("cpu", "fp32", hidden=model.hidden))
-    context = choose_context_mechanism(parallel.context, kernels, world)
-    made = ModelChoices(world, kernels, None, context, LENGTH)  # pyright: ignore
+    contexts = choose_context_mechanisms(parallel.context, kernels, world)
+    made = ModelChoices(world, kernels, None, contexts, LENGTH)  # pyright: ignore
     attention = ATTENTION_KINDS[model.attention.kind](model, 0, made)
     initialise_parameters(attention, seed=1)
     share = TokenShard(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
@@ -100,7 +100,10 @@ def sent_both_ways(world: World, model: ModelConfig, parallel: ParallelConfig) -
 
 
 FEW_KEY_HEADS = replace(MODEL, attention=replace(MODEL.attention, kv_heads=2))
-LAYOUTS = [ParallelConfig(tp=4), *(ParallelConfig(cp=4, context=c) for c in ("all_to_all", "all_gather", "ring"))]
+LAYOUTS = [
+    ParallelConfig(tp=4),
+    *(ParallelConfig(cp=4, context=c) for c in ("all_to_all", "all_gather", "ring", "hierarchical")),
+]
 SENT = [*product((MODEL, LATENT), LAYOUTS), *product([FEW_KEY_HEADS], LAYOUTS[:2])]
 
 
@@ -108,7 +111,7 @@ SENT = [*product((MODEL, LATENT), LAYOUTS), *product([FEW_KEY_HEADS], LAYOUTS[:2
 def test_real_attention_sends_what_is_counted_there_and_back(model: ModelConfig, parallel: ParallelConfig):
     p = parallel
     portion = RankPortion(LENGTH, BATCH, p.tp, p.cp, context=p.context)
-    said = count_piece(model, "t", 0, portion, PlanChoices(precision="fp32", device="cpu")).steps[0].sent
+    said = count_piece(model, "t", 0, portion, PlanChoices(precision="fp32", device="cpu", node=NODE)).steps[0].sent
     for ahead in run_ranks(sent_ahead, N, model, parallel):
         assert sum(ahead.values()) == sum(each.forward for each in said)
     for both in run_ranks(sent_both_ways, N, model, parallel):
