@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.extended import SAMPLED_GRIDS, mark_extended
+from tests.support.extended import SAMPLED_FILES, SAMPLED_GRIDS, mark_extended
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,3 +31,16 @@ def test_every_nth_case_of_a_listed_function_stays_in_the_sample():
     mark_extended(map(collected, [*cases, f"{file}::test_another[0]", f"{file}::test_another[1]"]))
     assert [case for case in cases if case not in marked] == cases[::nth]
     assert not any("test_another" in nodeid for nodeid in marked)
+
+
+@pytest.mark.parametrize("file", SAMPLED_FILES)
+def test_of_a_listed_file_each_function_keeps_its_first_case(file: str):
+    assert (ROOT / file).exists(), f"mend SAMPLED_FILES in tests/support/extended.py: {file} is gone"
+    marked: list[str] = []
+
+    def collected(nodeid: str) -> Any:
+        return SimpleNamespace(nodeid=nodeid, add_marker=lambda _: marked.append(nodeid))
+
+    cases = [f"{file}::{name}[{number}]" for name in ("test_one", "test_another") for number in range(2)]
+    mark_extended(map(collected, cases))
+    assert marked == cases[1::2]

@@ -89,6 +89,7 @@ def everything(what: str) -> bool:
     return True
 
 
+@pytest.mark.extended
 def test_data_parallel_ranks_equal_one_rank_to_the_bit():
     assert differing(on_one(BASE, 2), on_eight(BASE, 2), everything) == []
 

@@ -238,6 +238,7 @@ PAIRED = [
 ]
 
 
+@pytest.mark.extended
 def test_pairing_a_forward_with_a_backward_keeps_the_bits_of_one_rank():
     """Woven, each microbatch's sums still have their own order."""
     cases = [
@@ -259,6 +260,7 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.extended
 def test_every_schedule_and_vpp_agrees_with_one_rank_with_expert_and_tensor_parallelism_beside_it():
     """On 4 ranks in 2 stages and more, with two ranks a stage that share experts, heads, sequences or nothing."""
     beside, passes = itertools.cycle(BESIDE), itertools.cycle([{}, {"pair": True}, {"defer": True}, {"pair": True}])
@@ -313,6 +315,7 @@ AHEAD: list[tuple[Config, int, PipelineConfig]] = [
 ]
 
 
+@pytest.mark.extended
 def test_layers_that_look_ahead_agree_wherever_they_lie_though_stages_share_the_embedding():
     for pp in (2, 4):
         cases = [

@@ -18,6 +18,7 @@ from moefold.config.fault_order import parse_fault
 from tests.support.launched import launched
 
 
+@pytest.mark.extended
 def test_a_sample_of_faults_is_named_and_survived_with_the_losses_of_the_undisturbed_run(tmp_path: Path):
     """A killed rank behind a damaged checkpoint, and a NaN in a gradient."""
     words = ["doctor", "chaos", "--faults", "file,nan", "--seed", "3", "--steps", "30", "--timeout", "60"]

@@ -106,6 +106,7 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
     assert found.norms == pytest.approx(expected.norms, abs=1e-9)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("decision", [NOW, PREVIOUS])
 def test_fifty_steps_of_skewed_routing_have_the_losses_and_gradients_without_clones(decision: str):
     for curves in fifty_steps():

@@ -22,6 +22,7 @@ def rank_at(place: str, size: int) -> int:
     return {"first": 0, "middle": size // 2, "last": size - 1}[place]
 
 
+@pytest.mark.extended
 def test_a_rank_of_a_thousand_costs_what_a_rank_of_64_costs():
     small = dry_run_in_new_process(SMALL_WORLD, rank_at("middle", SMALL_WORLD))
     large = dry_run_in_new_process(LARGE_WORLD, rank_at("middle", LARGE_WORLD))

@@ -139,6 +139,7 @@ def test_any_layout_takes_up_what_any_other_saved(tmp_path: Path):
         assert worst <= 1e-6, f"{pair}: losses differ by {worst:.1e}"
 
 
+@pytest.mark.extended
 def test_experts_and_mlps_without_a_gate_are_taken_up_by_another_layout(tmp_path: Path):
     moe = replace(MODEL.moe, activation="relu2", biases=True)
     start = replace(START, model=replace(MODEL, dense_activation="gelu", moe=moe))
@@ -183,6 +184,7 @@ def test_any_sharding_takes_up_what_another_saved(rule: str, tmp_path: Path):
         assert worst <= 1e-9
 
 
+@pytest.mark.extended
 def test_split_bf16_weights_are_taken_up_by_another_sharding(tmp_path: Path):
     start = replace(START, optim=replace(START.optim, main="split"), train=replace(START.train, precision="bf16"))
     layouts = [replace(start, shard=shard, parallel=parallel) for shard, parallel in SHARDINGS[:2]]
