@@ -172,14 +172,6 @@ class World:
         """The ranks of ep at the same place of each node."""
         return self.axis(across_nodes("ep"))
 
-    @property
-    def cp_inside(self) -> Axis:
-        return self.axis(inside_node("cp"))
-
-    @property
-    def cp_nodes(self) -> Axis:
-        return self.axis(across_nodes("cp"))
-
 
 def inside_node(name: str) -> str:
     return f"{name} inside"
@@ -274,12 +266,9 @@ def create_world(
             gradients = maker.with_levels(gradients, inside, node_size)
         axes[GRADIENTS, *names] = gradients
         axes[COPIES, *names] = maker.make_axis(f"{COPIES} {joined}", across, use="gradients")
-    for name, grid, use in (("ep", expert, "experts"), ("cp", dense, "")):
-        inside, across = split_by_node(grid.partition(name), node_size)
-        inside_name = inside_node(name)
-        across_name = across_nodes(name)
-        axes[inside_name,] = maker.make_axis(inside_name, inside, use)
-        axes[across_name,] = maker.make_axis(across_name, across, use)
+    inside, across = split_by_node(expert.partition("ep"), node_size)
+    for name, partition in ((inside_node("ep"), inside), (across_nodes("ep"), across)):
+        axes[name,] = maker.make_axis(name, partition, use="experts")
     context_axes: dict[int, ContextAxes] = {}
     for ranks in context_sizes(dense, parallel):
         context_axes[ranks] = maker.make_context_axes(ranks, dense.sizes["tp"], node_size)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moefold.config.run import ParallelConfig, PipelineConfig
+from moefold.config.run import PipelineConfig
 from moefold.data.dynamic_context import (
     ContextGroup,
     ContextMicrobatch,
@@ -30,7 +30,7 @@ from moefold.data.dynamic_context import (
     plan_context,
     small_large_small,
 )
-from moefold.data.packing import find_room
+from moefold.data.packing import fill_bins
 from moefold.plan.time.simulate_step import ordered_program
 from moefold.schedule.simulate_program import uneven_makespan
 from moefold.schedule.stage_costs import uniform_costs
@@ -64,7 +64,7 @@ def static_plan(
     """Bins for groups of the size that the longest sample of the data needs, by best fit; in the order in which they
     were begun, or with the costliest in the same microbatches."""
     size = next(each for each in shape.sizes if longest <= each * shape.limit)
-    bins = fill_bins(lengths, size, shape, price)
+    bins = fill_groups(lengths, size, shape, price)
     if is_even:
         bins.sort(key=bin_seconds, reverse=True)
     together = shape.ranks // size
@@ -82,28 +82,19 @@ def static_plan(
     return ContextPlan(tuple(microbatches), step_seconds(microbatches, shape.stages))
 
 
-def fill_bins(lengths: Sequence[int], size: int, shape: ContextShape, price: ContextPrice) -> list[OpenGroup]:
-    """Bins of best fit, the longest samples first."""
-    capacity = size * shape.limit
-    numbered = sorted(enumerate(lengths), key=longest_first)
-    bins: list[OpenGroup] = []
-    rooms = np.full(len(lengths), capacity)
-    for number, length in numbered:
-        open_rooms = rooms[: len(bins) + 1]
-        place = find_room(open_rooms, length, "best_fit")
-        assert place is not None, "an empty bin has room"
-        if place == len(bins):
-            bins.append(OpenGroup(0, size, price))
-        seconds = price.of_sample(length, size)
-        alone = group_seconds(seconds, price.fixed)
-        bins[place].add(SizedSample(number, length, size, seconds, alone))
-        rooms[place] -= length
-    return bins
-
-
-def longest_first(numbered: tuple[int, int]) -> tuple[int, int]:
-    number, length = numbered
-    return -length, number
+def fill_groups(lengths: Sequence[int], size: int, shape: ContextShape, price: ContextPrice) -> list[OpenGroup]:
+    """Bins of best fit, each a group of one size."""
+    groups: list[OpenGroup] = []
+    for numbers in fill_bins(list(lengths), size * shape.limit, "best_fit"):
+        group = OpenGroup(0, size, price)
+        longest_first = sorted(numbers, key=lambda number: -lengths[number])
+        for number in longest_first:
+            length = lengths[number]
+            seconds = price.of_sample(length, size)
+            alone = group_seconds(seconds, price.fixed)
+            group.add(SizedSample(number, length, size, seconds, alone))
+        groups.append(group)
+    return groups
 
 
 def bin_seconds(filled: OpenGroup) -> float:
@@ -117,7 +108,7 @@ def dynamic_plan(lengths: Sequence[int], shape: ContextShape, price: ContextPric
 
 def step_seconds(microbatches: Sequence[ContextMicrobatch], stages: int) -> float:
     """Seconds of the pipeline's program, stages of equal work."""
-    program = ordered_program(PipelineConfig(), ParallelConfig(pp=stages).pp, len(microbatches))
+    program = ordered_program(PipelineConfig(), stages, len(microbatches))
     costs = uniform_costs(stages)
     weights = [microbatch.seconds / (OP_SHARES * stages) for microbatch in microbatches]
     return uneven_makespan(program, costs, weights)
