@@ -1,5 +1,5 @@
 # `make train` and `make test` do everything on a fresh clone: environment, installation, run.
-# `make test` runs a sample of the long grids, `make test-all` every test. ARGS go to pytest: make test ARGS="-k router"
+# `make test` runs a sample of all cases, `make test-all` every test. ARGS go to pytest: make test ARGS="-k router"
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -48,6 +48,7 @@ def test_a_loop_of_ones_own_learns_and_counts_every_choice():
     assert load.sum(1).tolist() == [8 * 64 * 2] * 2
 
 
+@pytest.mark.extended
 def test_a_balance_bias_evens_out_the_load():
     example = load_example("study_routing")
     text = "def area(width):\n"

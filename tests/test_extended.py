@@ -1,4 +1,4 @@
-"""The sample that `make test` takes of the long grids."""
+"""The sample that `make test` takes of parametrized tests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,20 @@ def test_every_nth_case_of_a_listed_function_stays_in_the_sample():
         return SimpleNamespace(nodeid=nodeid, add_marker=lambda _: marked.append(nodeid))
 
     cases = [f"{file}::{name}[{number}]" for number in range(2 * nth + 1)]
-    mark_extended(map(collected, [*cases, f"{file}::test_another[0]", f"{file}::test_another[1]"]))
+    mark_extended(map(collected, [*cases, f"{file}::test_another"]))
     assert [case for case in cases if case not in marked] == cases[::nth]
     assert not any("test_another" in nodeid for nodeid in marked)
+
+
+def test_of_a_function_that_is_not_listed_every_third_case_stays_in_the_sample():
+    marked: list[str] = []
+
+    def collected(nodeid: str) -> Any:
+        return SimpleNamespace(nodeid=nodeid, add_marker=lambda _: marked.append(nodeid))
+
+    cases = [f"tests/test_none.py::test_one[{number}]" for number in range(7)]
+    mark_extended(map(collected, ["tests/test_none.py::test_without_cases", *cases]))
+    assert [case for case in cases if case not in marked] == cases[::3]
 
 
 @pytest.mark.parametrize("file", SAMPLED_FILES)

@@ -285,6 +285,7 @@ EIGHT: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.extended
 def test_eight_ranks_in_two_or_four_stages_agree_with_one_rank():
     cases = [
         unevenly(case(base(), PipelineConfig(name, vpp, **more), 3, 8, layers=max(4, beside["pp"] * vpp), **beside), i)
@@ -340,6 +341,7 @@ TIED = [
 ]
 
 
+@pytest.mark.extended
 def test_a_tied_head_has_one_gradient_and_its_copies_stay_equal_to_the_bit():
     cases = [case(tied(), pipeline, 3, 4, layers=4, rounded=SHARED, **degrees) for pipeline, degrees in TIED]
     by_rank = run_ranks(see, 4, cases, 2)
@@ -386,6 +388,7 @@ def test_every_stage_attends_within_documents():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.extended
 def test_every_balance_loss_agrees_in_a_pipeline_the_one_over_the_global_batch_too():
     cases = [case(base(**moe), pipeline, 3, 4, layers=7, **degrees) for moe, pipeline, degrees in BALANCE]
     found = disagreements(cases, steps=2)

@@ -36,6 +36,7 @@ def test_files_and_the_built_in_task_are_scored(run: Path, tmp_path: Path, capsy
     assert "accuracy" in table
 
 
+@pytest.mark.extended
 def test_several_ranks_have_the_results_of_one_and_the_run_keeps_them(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

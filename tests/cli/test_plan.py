@@ -130,6 +130,7 @@ def test_launch_files_are_what_the_trainer_takes(tmp_path: Path, capsys: pytest.
     assert "has config.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_written_config_trains(tmp_path: Path):
     """One step on a CPU, started by the arguments of the torchrun line."""
     words = ["tiny", "--gpus", "1", "--gpu", "a100", "--parallel.pp", "1", "--train.steps", "1"]

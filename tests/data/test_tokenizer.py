@@ -222,6 +222,7 @@ def test_the_file_is_small_and_travels_with_the_package():
     assert not {"*.json", "data/", "moefold/data/"} & set(ignored), "a wheel has all files that git does not ignore"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_file_can_be_made_again_to_the_byte():
     import tokenizers
@@ -234,6 +235,7 @@ def test_the_file_can_be_made_again_to_the_byte():
     assert is_same, "another vocabulary"  # texts too long to be compared line by line
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_run_with_a_large_vocabulary_trains_on_it_without_being_asked(tmp_path: Path):
     argv = ["train", "tiny", *SMALL, "--model.vocab", "4000", "--train.steps", "1", "--out", str(tmp_path / "run")]

@@ -210,6 +210,7 @@ def moments_after(rounding: str, steps: int) -> torch.Tensor:
     return torch.cat([share.state["mean_square"].float()[:640] for share in optimizer.shares])
 
 
+@pytest.mark.extended
 def test_stochastic_rounding_keeps_moments_moving_where_nearest_stops_them():
     """At 0.4 a five-hundredth of what is missing is 0.0012; bf16 has steps of 0.002 there."""
     exact = 1 - 0.998**600

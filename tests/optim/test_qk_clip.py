@@ -113,6 +113,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.extended
 def test_layouts_agree_with_one_rank_where_all_heads_are_clipped():
     optim = OptimConfig(rule="muon", lr=1e-2, warmup=0, qk_clip=0.05, max_norm=1e9, eps=1e-3)
     found = differences([configuration(KINDS[kind], optim, parallel) for parallel, kind in LAYOUTS])

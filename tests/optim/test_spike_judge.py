@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from statistics import median_low
 
+import pytest
 import torch
 
 from moefold.observe.metrics import read_records
@@ -52,6 +53,7 @@ def test_a_skipped_spike_is_forgotten_and_a_new_level_is_accepted_in_the_end():
     assert taken == [False] * MOST_SKIPPED + [True]
 
 
+@pytest.mark.extended
 def test_a_run_skips_spikes_with_their_sequences_and_a_resumed_run_the_same(tmp_path: Path):
     out = tmp_path / "a"
     argv = ["train", "tiny", *SMALL, *corpus(tmp_path), "--out", str(out), "--train.steps", "40", "--force"]

@@ -21,6 +21,7 @@ from tests.support.published_rows import rows
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.extended
 def test_rows_are_foretold_when_held_out():
     out = [abs(error) for error in errors(judged())]
     assert len(out) >= 250

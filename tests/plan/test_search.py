@@ -153,6 +153,7 @@ def test_without_recompute_memory_of_uneven_stages_is_near():
     assert candidate.gib == pytest.approx(simulated.largest_gib, rel=0.05)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_published_best_layout_is_among_the_best():
     """000 Table 17: DeepSeek-V3 on 1,024 H100: TP2 PP8 VPP4 EP64, overlap, moments in bf16, FP8 by blocks."""

@@ -1,8 +1,9 @@
-"""The extended tests: long grids of which `make test` runs a sample, and `make test-all` every case.
+"""The extended tests: cases of which `make test` runs a sample, and `make test-all` every one.
 
-Of each function listed here every n-th case stays in the sample, in the order of collection; the others are marked
-`extended`. n is coprime to the length of the inner parameters, so that every value of each parameter is sampled.
-Long tests beside which a shorter one shows the like are marked `extended` where they stand.
+Of each parametrized function every n-th case stays in the sample, in the order of collection; the others are marked
+`extended`. n is 3 where nothing else is listed. Of long grids n is coprime to the length of the inner parameters, so
+that every value of each parameter is sampled. Long tests beside which a shorter one shows the like are marked
+`extended` where they stand.
 """
 
 from __future__ import annotations
@@ -111,38 +112,24 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     },
 }
 
-SAMPLED_FILES = {  # files of many short cases: every n-th of each function, where the function is not listed above
+SAMPLED_FILES = {  # files of many short cases, for functions that are not listed above
     "tests/anatomy/test_model_totals.py": 5,
-    "tests/checkpoint/format/test_verify.py": 3,
     "tests/checkpoint/hf/test_defaults.py": 11,
-    "tests/config/test_read.py": 3,
     "tests/dispatch/test_dispatchers.py": 5,
     "tests/dispatch/test_fp8_dispatcher.py": 5,
-    "tests/kernels/attention/test_backward_triton.py": 3,
     "tests/kernels/attention/test_masked_triton.py": 5,
     "tests/kernels/experts/test_expert_mlp_fp8.py": 5,
     "tests/kernels/experts/test_mlp_activation_triton.py": 5,
-    "tests/kernels/experts/test_swiglu_triton.py": 3,
     "tests/kernels/quantise/test_fp8.py": 5,
     "tests/kernels/test_every_op.py": 5,
-    "tests/memory/test_graphs.py": 3,
     "tests/memory/test_offload.py": 5,
-    "tests/memory/test_sar.py": 3,
     "tests/model/test_context.py": 5,
-    "tests/optim/test_moments.py": 3,
-    "tests/pipeline/test_executor.py": 3,
     "tests/plan/layer/test_moefold_layers.py": 5,
-    "tests/plan/memory/test_machine_fit.py": 3,
-    "tests/plan/test_published.py": 3,
-    "tests/plan/test_search.py": 3,
-    "tests/train/test_fp16_runs.py": 3,
     "tests/train/test_fp8_runs.py": 5,
     "tests/train/test_fp8_storage.py": 5,
-    "tests/train/test_lora_runs.py": 3,
-    "tests/train/test_microscaling_runs.py": 3,
-    "tests/train/test_preference_runs.py": 3,
-    "tests/train/test_text_generator.py": 3,
 }
+
+COMMON_NTH = 3
 
 
 def mark_extended(items: Iterable[pytest.Item]) -> None:
@@ -150,7 +137,7 @@ def mark_extended(items: Iterable[pytest.Item]) -> None:
     for item in items:
         function = item.nodeid.partition("[")[0]
         file, _, name = function.partition("::")
-        nth = SAMPLED_GRIDS.get(file, {}).get(name, SAMPLED_FILES.get(file, 1))
+        nth = SAMPLED_GRIDS.get(file, {}).get(name, SAMPLED_FILES.get(file, COMMON_NTH))
         if seen[function] % nth:
             item.add_marker(pytest.mark.extended)
         seen[function] += 1

@@ -66,6 +66,7 @@ def answers_of_transformers(weights: Path, tokenizer: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.extended
 def test_a_model_answers_as_it_was_taught_and_adapters_teach_it_other_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

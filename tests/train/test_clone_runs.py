@@ -113,6 +113,7 @@ def test_fifty_steps_of_skewed_routing_have_the_losses_and_gradients_without_clo
         assert_same_curve(curves[decision], curves[WITHOUT])
 
 
+@pytest.mark.extended
 def test_the_metrics_tell_how_even_ranks_are_with_clones_and_would_be_without():
     curves = fifty_steps()[0]
     assert "rank_rows" not in curves[WITHOUT].balance[0]
@@ -127,6 +128,7 @@ def test_the_metrics_tell_how_even_ranks_are_with_clones_and_would_be_without():
     assert means["previous rank_rows"] < 1.25
 
 
+@pytest.mark.extended
 def test_clones_go_with_replicas_paired_slots_and_deferred_gradients():
     for curves in run_ranks(curves_by_layout, RANKS):
         without = curves.pop(WITHOUT)

@@ -80,6 +80,7 @@ def test_an_overflow_skips_its_step_alone(tmp_path: Path, more: list[str]):
     assert run.step == other.step + 1
 
 
+@pytest.mark.extended
 def test_losses_are_near_those_of_fp32_and_do_not_depend_on_the_scale(tmp_path: Path):
     mine = make_run(tmp_path)
     lower = make_run(tmp_path, "--precision.loss_scale", "16384")
@@ -165,6 +166,7 @@ def test_four_ranks_skip_the_step_that_overflows_on_one_of_them(layout: str):
             torch.testing.assert_close(weight, whole[name], atol=2e-3, rtol=0)
 
 
+@pytest.mark.extended
 def test_the_command_says_which_steps_were_skipped(tmp_path: Path):
     words = ["--train.precision", "fp16", "--precision.loss_scale", "1e9", "--train.steps", "14"]
     words += ["--observe.log_every", "1", "--optim.warmup", "1", *corpus(tmp_path)]

@@ -63,6 +63,7 @@ def assert_near(losses: list[float], right: list[float]):
     assert losses == pytest.approx(right, rel=NEAR)
 
 
+@pytest.mark.extended
 def test_eight_ranks_agree_and_learn_as_without_fp8():
     layout = ["--parallel.tp", "2", "--parallel.ep", "4", "--parallel.dispatcher", "dedup"]
     plain, tokens, sums, both = results_of(
@@ -73,6 +74,7 @@ def test_eight_ranks_agree_and_learn_as_without_fp8():
     assert_near(both, plain)
 
 
+@pytest.mark.extended
 def test_pipelines_paired_slots_and_recompute_change_no_bit():
     base = ["--parallel.ep", "2", "--parallel.dispatcher", "all_to_all", *TOKENS]
     pipeline = [*base, "--parallel.pp", "2", "--train.global_batch", "4"]

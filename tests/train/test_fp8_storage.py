@@ -205,6 +205,7 @@ def resumed_on_rank(world: World, config: Config, folder: Path) -> list[float]:
     return losses_of(run, 2)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_one_rank_is_resumed_on_two_and_the_reverse(tmp_path: Path):
     words = ["--train.micro_batch", "1"]
     _, unbroken = saved(tmp_path / "one", *words, *STORED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.kill_trials import kill_one_rank, kill_without_keeper
 from tests.support.launched import launched, small_ranks
 
@@ -20,6 +22,7 @@ def test_a_killed_rank_costs_fewer_steps_than_from_the_disk_and_no_bit_of_the_lo
     assert 0 < float(share) < 100
 
 
+@pytest.mark.extended
 def test_a_run_whose_keeper_is_lost_goes_on_and_after_a_killed_rank_from_the_disk(tmp_path: Path):
     run = kill_without_keeper(tmp_path, RANKS)
     assert run.source == "disk", run.said

@@ -115,6 +115,7 @@ def suspects(world: World, parallel: dict[str, int], faults: list[str]) -> list[
     return found
 
 
+@pytest.mark.extended
 def test_run_again_on_other_ranks_a_bad_value_stays_with_its_device_or_moves_with_its_data():
     faults = ["nan output=experts layer=1 rank=2 step=2", "nan output=attend layer=0 rank=1 step=2", "0", "5"]
     expected = ["device", "device", "data", "data"]

@@ -97,6 +97,7 @@ def test_ranks_have_the_figures_of_one_rank(layout: str):
             assert mine["underflow"] == pytest.approx(right["underflow"], abs=near / 5)
 
 
+@pytest.mark.extended
 def test_a_run_writes_a_line_for_every_recorded_step_of_all_stages_and_a_plain_run_none(tmp_path: Path):
     words = [*SMALL_COMMAND, *corpus(tmp_path), "--train.device", "cpu", "--train.sample_tokens", "0"]
     words += ["--train.steps", "4", "--observe.fp8_every", "2", "--train.global_batch", "2", "--train.micro_batch", "1"]

@@ -247,6 +247,7 @@ def two_steps(world: World, configs: Sequence[Config]) -> list[tuple[list[TraceE
     return found
 
 
+@pytest.mark.extended
 def test_a_step_of_counted_samples_has_as_many_microbatches_as_they_fill_and_equals_each_by_itself_on_any_layout():
     configs: list[Config] = []
     for number, (pp, cp, tp, ep, schedule) in enumerate(COUNTED):

@@ -119,6 +119,7 @@ def test_a_trace_holds_every_op_of_one_step_once(runs: Path):
     assert not twice, f"more than once: {twice}"
 
 
+@pytest.mark.extended
 def test_killed_and_resumed_at_another_pp_and_vpp_it_gives_the_losses_of_an_unbroken_run_on_one_rank(runs: Path):
     shape = ["--parallel.pp", "2", "--parallel.ep", "2", "--pipeline.vpp", "2"]
     ranks = start_ranks(words(runs, "killed", *shape), 4, runs)

@@ -177,6 +177,7 @@ def traces(world: World, configs: Sequence[Config]) -> list[Trace]:
     return found
 
 
+@pytest.mark.extended
 def test_layouts_of_four_ranks_are_equal_to_one():
     configs = [
         config_of(4, LoraConfig(), aux=0.01, tp=2, cp=2),

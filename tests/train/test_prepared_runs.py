@@ -55,6 +55,7 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped_and_a_changed_mixture
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
 
 
+@pytest.mark.extended
 def test_a_packed_run_goes_on_with_the_same_documents_on_two_ranks(folders: str, tmp_path: Path):
     packed = ["--data.packing", "best_fit", "--data.attend", "document"]
     code, log = train(folders, tmp_path / "whole", 5, *packed)

@@ -80,6 +80,7 @@ def last_tensors(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path):
     """The checkpoint has what the blocks stand for, under the names of any run."""
     words = ["train", "tiny", *SMALL, *corpus(tmp_path), "--train.steps", "4", "--checkpoint.every", "2"]

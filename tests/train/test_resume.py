@@ -175,6 +175,7 @@ SHARDINGS = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 def test_any_sharding_takes_up_what_another_saved(rule: str, tmp_path: Path):
     start = replace(START, optim=replace(START.optim, rule=rule), train=replace(START.train, precision="fp64"))

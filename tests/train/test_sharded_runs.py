@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -64,6 +65,7 @@ def train_from_folder(world: World, path: str, config: Config) -> tuple[list[flo
     return losses, weights.excess(config), tensors if world.rank == 0 else {}
 
 
+@pytest.mark.extended
 def test_published_weights_are_read_and_given_back_by_shares(tmp_path: Path):
     """Stacks of experts, a tied head, and layers that look ahead; a rank reads no more than its share."""
     kind, options = CASES["deepseek v3"]
@@ -92,6 +94,7 @@ def sample(world: World, config: Config) -> tuple[str, float]:
     return sample_text(run, "ab"), validation_loss(run)
 
 
+@pytest.mark.extended
 def test_validation_and_samples_are_those_of_one_rank():
     text, loss = sample(single_rank_world(), replace(tiny(ShardConfig(), 4), shard=ShardConfig()))
     for sharded_text, sharded_loss in run_ranks(sample, 4, tiny(ShardConfig("zero3"), 4)):

@@ -55,6 +55,7 @@ def test_values_that_are_no_values_are_refused():
 NUMBERS = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 
 
+@pytest.mark.extended
 @settings(max_examples=20, deadline=None)
 @given(
     gpus=st.sampled_from([1, 2, 6, 8, 24, 64, 72]),

@@ -235,6 +235,7 @@ def test_a_pasted_model_becomes_keys_of_the_address_and_leaves_with_another_mode
     assert "model.layers" not in state_of(page)
 
 
+@pytest.mark.extended
 def test_a_search_can_be_cancelled_and_one_that_finds_nothing_says_why(page: Page, place: str):
     open_at(page, place, model="deepseek-v3", seq="4096", parallel__pp="1", pipeline__vpp="1")
     expect(page.locator(".verdict h2")).to_contain_text("Does not fit")

@@ -67,6 +67,7 @@ def big_run(folder: Path, steps: int, layers: int, experts: int, every: int) -> 
     return folder
 
 
+@pytest.mark.extended
 def test_a_page_of_sixty_layers_and_256_experts_is_a_few_megabytes_however_long_the_run(tmp_path: Path):
     """The length at which every column there may be is in use: longer runs join steps and have fewer."""
     folder = big_run(tmp_path / "big", 3200, 60, 256, every=25)

@@ -45,6 +45,7 @@ def test_what_is_wrong_or_too_much_refused_is_told(verdicts: list[str], sound: b
     assert "4 configs" in summary(found)
 
 
+@pytest.mark.extended
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """A default of our own in the place of the published one."""
     from moefold.checkpoint.hf import published_defaults

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moefold.checkpoint.format.boxes import element_count
@@ -111,6 +112,7 @@ def move(world: World, folder: str, route: list[Layout]) -> list[list[str]]:
     return wrong
 
 
+@pytest.mark.extended
 def test_what_one_pipeline_saves_another_loads_exactly_optimizer_included(tmp_path: Path):
     for rank, wrong in enumerate(run_ranks(move, 4, str(tmp_path), ROUTE)):
         for (writer, reader), names in zip(pairwise(ROUTE), wrong, strict=True):

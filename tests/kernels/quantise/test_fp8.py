@@ -449,6 +449,7 @@ def test_references_give_the_same_bits_on_a_gpu_and_on_the_cpu():
             assert torch.equal(bits(a.scales), bits(b.scales).cpu())
 
 
+@pytest.mark.extended
 def test_the_kernel_of_rounding_figures_counts_as_the_reference_does_and_leaves_out_tiles_that_are_not_in_use():
     for dtype in (torch.bfloat16, torch.float32):
         for case in rounding_figures.cases(DEVICE, dtype):
