@@ -132,6 +132,7 @@ BOUNDED = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", BOUNDED)
 def test_sums_in_another_order_stay_within_the_bound(name: str):
     parallel, seq_len, micro_batch = BOUNDED[name]

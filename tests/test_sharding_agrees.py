@@ -231,6 +231,7 @@ def test_shares_on_four_ranks_agree_with_one_rank_and_two_units_are_whole_at_mos
     assert not found, "\n".join(found)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("cases", parts(ON_EIGHT, 4), ids=lambda cases: f"from {cases[0]}")
 def test_shares_on_eight_ranks_agree_with_one_rank_and_two_units_are_whole_at_most(cases: list[Case]):
     found = differences(cases)

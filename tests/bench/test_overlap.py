@@ -14,6 +14,7 @@ from moefold.cli.main import run_command_line
 from moefold.observe.trace import TraceEvent
 
 
+@pytest.mark.extended
 def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_path: Path):
     argv = ["--delay-ms", "4", "--microbatches", "3", "--json", "--trace", str(tmp_path / "trace.json")]
     done = subprocess.run([sys.executable, "-m", "moefold", "bench", "overlap", *argv], capture_output=True, text=True)

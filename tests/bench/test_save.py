@@ -11,6 +11,7 @@ from moefold.cli.main import run_command_line
 from tests.support.runs import SMALL, command, corpus
 
 
+@pytest.mark.extended
 def test_it_tells_bandwidth_beside_plain_writing_and_the_delay_of_a_step(tmp_path: Path):
     argv = ["bench", "save", "tiny", *SMALL, *corpus(tmp_path), "--mib", "3", "--repeat", "1", "--out", str(tmp_path)]
     code, said = command([*argv, "--json"], tmp_path / "log")

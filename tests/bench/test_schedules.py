@@ -10,6 +10,7 @@ from moefold.bench.schedules import WAYS
 from moefold.cli.bench import run_command
 
 
+@pytest.mark.extended
 @pytest.mark.alone
 def test_every_schedule_is_timed_and_trains_alike(capsys: pytest.CaptureFixture[str]):
     assert run_command(["schedules", "--device", "cpu", "--steps", "1", "--json"]) == 0

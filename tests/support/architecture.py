@@ -13,6 +13,7 @@ import ast
 import re
 import sys
 import textwrap
+from functools import cache
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -82,6 +83,7 @@ PackageGraph = dict[str, set[str]]
 # ---- what is drawn: packages, imports, roles
 
 
+@cache
 def package_imports(root: Path) -> PackageGraph:
     """By package, the other packages that any of its files imports. Files beside the packages do not count."""
     packages = {path.name for path in root.iterdir() if any(path.glob("*.py"))}

@@ -15,7 +15,7 @@ import pytest
 
 SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     "tests/test_layouts_agree.py": {
-        "test_every_layout_on_eight_ranks_agrees_with_one_rank_in_fp64_and_every_third_in_fp32": 7,  # 610 s
+        "test_every_layout_on_eight_ranks_agrees_with_one_rank_in_fp64_and_every_third_in_fp32": 11,  # 610 s
         "test_every_preset_agrees_with_one_rank": 5,  # 130 s
         "test_every_router_balance_and_expert_variant_agrees_with_one_rank": 5,  # 110 s
         "test_every_way_of_handling_tokens_agrees_with_on_one_rank": 5,  # 100 s
@@ -26,7 +26,6 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     },
     "tests/test_sharding_agrees.py": {
         "test_shares_on_four_ranks_agree_with_one_rank_and_two_units_are_whole_at_most": 5,  # 150 s
-        "test_shares_on_eight_ranks_agree_with_one_rank_and_two_units_are_whole_at_most": 4,  # 90 s
     },
     "tests/memory/test_recompute.py": {
         "test_a_recomputing_run_is_equal_to_the_bit": 7,  # 65 s
@@ -68,9 +67,6 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     },
     "tests/kernels/test_every_op.py": {
         "test_an_implementation_agrees_with_the_reference_in_fp64_forward_and_backward": 7,  # 150 s
-    },
-    "tests/test_fp8_layouts_agree.py": {
-        "test_sums_in_another_order_stay_within_the_bound": 4,  # 35 s
     },
     "tests/train/test_routing_replay.py": {
         "test_what_one_rank_recorded_is_replayed_on_any_layout_and_the_reverse": 5,  # 80 s

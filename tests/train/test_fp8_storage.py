@@ -143,6 +143,7 @@ def test_data_and_pipeline_parallel_ranks_equal_one_rank_with_copies_to_the_bit(
     assert differing(on_one(config, 2), on_eight(storing(config), 2), everything) == []
 
 
+@pytest.mark.extended
 def test_expert_parallel_ranks_equal_one_rank_with_copies_to_the_bit():
     """Two replicas of every expert."""
     config = replace(BASE, parallel=ParallelConfig(ep=4, dispatcher="all_to_all"))

@@ -185,6 +185,7 @@ def losses_of(config: Config) -> list[float]:
     return [take_next_step(run).loss for _ in range(3)]
 
 
+@pytest.mark.extended
 def test_memory_and_times_of_updates_change_no_bit():
     config = config_of("deepseek-v3", lora=DROPS)
     expected = losses_of(config)

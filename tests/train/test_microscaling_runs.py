@@ -77,6 +77,7 @@ def test_data_parallel_ranks_equal_one_rank_to_the_bit(recipe: str):
     assert differing(on_one(config, 2), on_eight(config, 2), everything) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_pipeline_with_deferred_weight_gradients_equals_one_rank_to_the_bit(recipe: str):
     config = config_of(recipe)

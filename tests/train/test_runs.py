@@ -52,6 +52,7 @@ def test_a_run_learns_and_leaves_metrics_configuration_checkpoint_and_a_sample(t
     assert (tmp_path / "a" / "checkpoints" / "latest" / "manifest.json").exists()
 
 
+@pytest.mark.extended
 def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(tmp_path: Path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         argv = small_run(tmp_path, name, "--train.steps", "8", "--train.seed", str(seed))

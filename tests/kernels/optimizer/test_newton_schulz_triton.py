@@ -43,6 +43,7 @@ def test_results_are_nearer_to_exact_numbers_than_those_of_bf16_steps(x: torch.T
     assert found < in_bf16, f"{found:.4f}, bf16 steps {in_bf16:.4f}"
 
 
+@pytest.mark.extended
 def test_a_matrix_does_not_depend_on_the_matrices_beside_it_nor_on_how_many_are_worked_on_together(monkeypatch):
     x = gaussian(3, 16, 40)
     together = newton_schulz_gram(x, POLAR)
