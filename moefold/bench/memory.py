@@ -64,6 +64,7 @@ WARM_UP_STEPS = 2
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 LEAST_ON_CPU = 256  # bytes of the smallest tensor that is offloaded in a tiny model
 LONG = 32_768
+SPREAD = {"cuda": " > experts@0,experts@1-13/2", "cpu": " > experts@0"}  # half of the layers, to hide all copies
 LONGEST = {"cuda": (280_000,), "cpu": (256, 512)}
 # Of DeepSeek-V3, what one card holds: its attention, four layers, an eighth of the experts.
 DEEPSEEK_LIKE = {"model.layers": 4, "model.moe.experts": 32, "model.moe.dense_layers": 1, "model.mtp": 0}
@@ -76,19 +77,19 @@ class MemoryCase(NamedTuple):
 
 
 def recompute_cases() -> Iterator[MemoryCase]:
-    for model, values, policy in (
-        ("deepseek-v3", DEEPSEEK_LIKE, "norm,activation,up"),
-        ("olmoe-1b-7b", {}, "layer"),
-        ("qwen3-30b-a3b", {"model.layers": 12}, "layer"),
+    shape = {"data.seq_len": 4096, "train.micro_batch": 4, "train.global_batch": 4}
+    for model, values, policies in (
+        ("deepseek-v3", DEEPSEEK_LIKE, ("norm,activation,up",)),
+        ("olmoe-1b-7b", {}, ("sar", "layer")),
+        ("qwen3-30b-a3b", {"model.layers": 12}, ("layer",)),
     ):
-        shape = {"data.seq_len": 4096, "train.micro_batch": 4, "train.global_batch": 4}
         shaped = values | shape
-        yield MemoryCase(model, "", shaped)
-        yield MemoryCase(model, policy, shaped)
+        for policy in ("", *policies):
+            yield MemoryCase(model, policy, shaped)
 
 
-def offload_cases() -> Iterator[MemoryCase]:
-    for policy in ("", " > experts", " > core,experts", " > layer"):
+def offload_cases(device: str) -> Iterator[MemoryCase]:
+    for policy in ("", SPREAD[device], " > experts", " > core,experts", " > layer"):
         yield MemoryCase("olmoe-1b-7b", policy, one_sequence(LONG))
 
 
@@ -156,9 +157,9 @@ def rows_of_part(part: str, device: str, options: MemoryOptions, report: Report)
         lengths = options.length or LONGEST[device]
         yield from longest_rows(device, lengths)
         return
-    list_cases = recompute_cases if part == "recompute" else offload_cases
+    cases = recompute_cases() if part == "recompute" else offload_cases(device)
     plain: dict[str, Row] = {}
-    for case in list_cases():
+    for case in cases:
         if options.model and case.model not in options.model:
             continue
         measured = measured_row(case, device, options.steps)

@@ -10,7 +10,8 @@ steps:
                                                            shared  experts                        mlp
                [---------------------------- layer ----------------------------------------]
 
-`memory.recompute` and `memory.offload` name regions, each for all layers or for some: `norm`, `moe@0-7`, `layer@3`.
+`memory.recompute` and `memory.offload` name regions, each for all layers or for some: `norm`, `moe@0-7`, `layer@3`,
+`experts@0-14/2` for every second one.
 `memory.recompute` may also name a preset, which stands for several regions: `sar`, `sar@0-7`.
 """
 
@@ -146,8 +147,10 @@ PRESETS = {"sar": ("norm", "swap", "dispatch", "activation")}
 
 RegionLayers = dict[str, frozenset[int] | None]  # by region: its layers, None for all
 
-ENTRY = re.compile(r"(?P<name>[^@]+)(@(?P<first>\d+)(-(?P<last>\d+))?)?")
-ENTRY_FORM = "expected region, region@layer or region@first-last, such as moe@0-7"
+ENTRY = re.compile(r"(?P<name>[^@]+)(@(?P<first>\d{1,6})(-(?P<last>\d{1,6})(/(?P<every>[1-9]\d{0,5}))?)?)?")
+ENTRY_FORM = (
+    "expected region, region@layer, region@first-last or region@first-last/every, such as moe@0-7 or moe@0-14/2"
+)
 
 
 def parse_recompute(entries: Iterable[str], layers: int) -> RegionLayers:
@@ -280,7 +283,8 @@ def entry_layers(match: re.Match[str]) -> frozenset[int] | None:
         return None
     first = int(match["first"])
     last = int(match["last"] or first)
-    return frozenset(range(first, last + 1))
+    every = int(match["every"] or 1)
+    return frozenset(range(first, last + 1, every))
 
 
 def joined_layers(one: frozenset[int] | None, two: frozenset[int] | None) -> frozenset[int] | None:

@@ -474,7 +474,7 @@ class MemoryConfig:
         (),
         "regions that are rebuilt in backward instead of kept: norm, activation, up, core, swap, mlp, shared, "
         "dispatch, experts, moe, layer, or sar for norm, swap, dispatch and activation; for some layers: `moe@0-7`, "
-        "`layer@3`; `explain` has what each saves",
+        "`layer@3`, `moe@0-14/2` for every second one; `explain` has what each saves",
     )
     offload: tuple[str, ...] = key(
         (),

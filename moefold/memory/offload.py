@@ -1,7 +1,7 @@
 """Offload: memory that autograd saves inside a region lies on the host between forward and backward.
 
     forward    a tensor saved inside an offloaded region is copied to the host while later steps run; its device memory
-               is freed at the end of the next layer
+               is freed two layers later, before the last layer of the stage in any case
     backward   the first tensor of a layer that is asked for begins the copies of the layer before
 
 What is copied is a tensor's whole storage: views of it, and tensors that steps outside of the region save of it, refer
@@ -35,6 +35,7 @@ from moefold.model.transformer import Transformer
 OFFLOADS = "offloads"  # the entry of the carry that has what a pass has offloaded
 
 OffloadedLayers = Mapping[str, frozenset[int]]  # by region
+UnderWay = tuple[int, ...]  # layers whose copies to the host may go on behind the end of a layer
 Weights = Callable[[], Iterable[Tensor]]
 
 
@@ -259,7 +260,7 @@ class Offloader:
                 return True
         return False
 
-    def around_step(self, step: Step, ends_layer: bool) -> Step:
+    def around_step(self, step: Step, under_way: UnderWay | None) -> Step:
         spans = self.spans_step(step)
 
         def run_and_offload(carry: Carry) -> Carry:
@@ -268,7 +269,7 @@ class Offloader:
             offloads = carry.get(OFFLOADS) or PassOffloads(self)
             with self.saving(offloads, step.layer, spans):
                 carry = step.run(carry)
-            self.end_step(offloads, step.layer, ends_layer)
+            self.end_step(offloads, under_way)
             return carry | {OFFLOADS: offloads}
 
         return replace(step, run=run_and_offload)
@@ -334,22 +335,20 @@ class Offloader:
             self.known[address] = KnownMemory(memory, reference)
         return saved
 
-    def end_step(self, offloads: PassOffloads, layer: int | None, ends_layer: bool) -> None:
+    def end_step(self, offloads: PassOffloads, under_way: UnderWay | None) -> None:
         with self.lock:
             forget_freed(self.known)
             forget_freed(self.staying)
-            if ends_layer:
-                own = None
-                if layer is not None:
-                    own = offloads.bundles.get(layer)
-                self.free_all_but(own)
+            if under_way is not None:
+                kept = list(map(offloads.bundles.get, under_way))
+                self.free_all_but(kept)
 
-    def free_all_but(self, bundle: Bundle | None) -> None:
-        """Free the device memory of what was copied before this layer."""
+    def free_all_but(self, kept: list[Bundle | None]) -> None:
+        """Free the device memory of what was copied to the host, except in these bundles."""
         leaving = self.leaving
         self.leaving = []
         for member in leaving:
-            if member.bundle is bundle:
+            if member.bundle in kept:
                 self.leaving.append(member)
             else:
                 member.free_device_memory()
@@ -377,12 +376,24 @@ class OffloadingSteps:
     def __call__(self, steps: list[Step]) -> list[Step]:
         rewritten = self.rewrite(steps)
         following = [*rewritten[1:], None]
+        layers = [step.layer for step in rewritten if step.layer is not None]
+        last = max(layers, default=0)
         offloading: list[Step] = []
         for step, next_step in zip(rewritten, following, strict=True):
             ends_layer = next_step is None or next_step.layer != step.layer
-            wrapped = self.offloader.around_step(step, ends_layer)
+            under_way = layers_under_way(step.layer, last) if ends_layer else None
+            wrapped = self.offloader.around_step(step, under_way)
             offloading.append(wrapped)
         return offloading
+
+
+def layers_under_way(layer: int | None, last: int) -> UnderWay:
+    """The layer that ends and the one before; near the last layer, where memory is at its peak, the layer alone."""
+    if layer is None:
+        return ()
+    if layer >= last - 1:
+        return (layer,)
+    return (layer, layer - 1)
 
 
 def attach_offloader(model: Transformer, offloader: Offloader) -> None:

@@ -39,6 +39,6 @@ def test_rows_are_printed_as_they_are_measured_and_compared_with_the_first(
     assert longest["planned_gib"] > 0
 
 
-@pytest.mark.parametrize("case", [*recompute_cases(), *offload_cases()], ids=str)
+@pytest.mark.parametrize("case", [*recompute_cases(), *offload_cases("cuda")], ids=str)
 def test_the_cases_of_a_gpu_are_legal(case: object):
     assert not broken_rules(ConfigOnRanks(case_config(case, "cuda"), 1))  # pyright: ignore[reportArgumentType]

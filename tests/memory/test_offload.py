@@ -215,6 +215,20 @@ def test_a_layer_comes_back_while_backward_is_at_the_one_behind_it():
     assert logged == [(3, 1), (2, 2), (1, 3), (0, 3)], "layer, and copies that had begun when its backward ended"
 
 
+def test_copies_of_two_layers_are_under_way_and_of_one_where_memory_is_at_its_peak():
+    config = resolve_recipe("tiny", ["--model.layers=6", "--data.seq_len=32", "--train.micro_batch=1"])
+    model = real(config, "fp32", "cpu")
+    offloader = Offloader({"experts": frozenset(range(5))}, model.parameters, PlainCopier(), limit=2**30, least=LEAST)
+    attach_offloader(model, offloader)
+    carry = model.begin(*torch.zeros(2, 1, 32, dtype=torch.int64))
+    under_way: dict[int | None, int] = {}
+    for step in model.steps(model.stages[0]):
+        carry = step.run(carry)
+        bundles = {id(member.bundle) for member in offloader.leaving}
+        under_way[step.layer] = len(bundles)
+    assert under_way == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 0, None: 0}, "by layer, at its end"
+
+
 def late_layers(world: World, config: Config) -> tuple[int, int]:
     here = create_world(world.rank, world.size, world.device, config.parallel)
     run = assemble_run(config, here, Path("."), random_corpus(config))
