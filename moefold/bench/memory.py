@@ -3,8 +3,8 @@
 A policy is written `recomputed regions > offloaded regions`. Parts:
 
     recompute   step time over that without policy, bytes that autograd keeps, peak
-    offload     a long sequence: also bytes offloaded over (forward time x one-way bandwidth), and the fall of the peak
-                over bytes offloaded
+    offload     a long sequence: also bytes offloaded over (forward time x one-way bandwidth), the fall of the peak
+                over bytes offloaded, and the share of the copies' time in which a kernel runs too
     longest     the longest sequence of one training step that fits
 
 Beside each measured peak is the planner's. On a CPU the tiny forms of the models run, and peaks are not measured.
@@ -18,7 +18,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ from moefold.bench.step import LEAN_STATE, run_on_random_tokens, tokens_per_step
 from moefold.config.read import with_values
 from moefold.config.run import Config
 from moefold.memory.offload import offloader_of
+from moefold.observe.profile import profile_device
 from moefold.plan.memory.machine_fit import choices_of_run
 from moefold.plan.memory.peak_memory import plan_memory
 from moefold.presets.zoo import PRESETS
@@ -59,10 +61,12 @@ from moefold.train.host_duties import collect_garbage_manually
 from moefold.train.step import take_next_step
 
 MEMORY_CAPTION = """times: step time over that of the first row with the model. kept: GiB that autograd keeps of a
-microbatch. hidden: bytes offloaded over forward time x bandwidth. fall: of the peak over bytes offloaded."""
+microbatch. hidden: bytes offloaded over forward time x bandwidth. fall: of the peak over bytes offloaded. beside: of
+the copies' time, that in which a kernel runs."""
 WARM_UP_STEPS = 2
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 LEAST_ON_CPU = 256  # bytes of the smallest tensor that is offloaded in a tiny model
+COPIES = ("Memcpy DtoH", "Memcpy HtoD")
 LONG = 32_768
 SPREAD = {"cuda": " > experts@0,experts@1-13/2", "cpu": " > experts@0"}  # half of the layers, to hide all copies
 LONGEST = {"cuda": (280_000,), "cpu": (256, 512)}
@@ -192,7 +196,7 @@ def planned_gib(config: Config) -> float:
 
 def measured_figures(config: Config, steps: int) -> Row:
     device = config.train.device
-    needed = steps + WARM_UP_STEPS + 2
+    needed = steps + WARM_UP_STEPS + 3
     run = run_on_random_tokens(config, needed)
     take_steps(run, WARM_UP_STEPS)
     synchronize_device(device)
@@ -209,8 +213,29 @@ def measured_figures(config: Config, steps: int) -> Row:
     row["offloaded_gib"] = offloaded / steps / GIB
     row["refused_gib"] = refused / GIB
     row |= forward_figures(run)
+    if offloader:
+        row["beside"] = copies_beside_kernels(run)
     run.gradients.remove_hooks()
     return row
+
+
+def copies_beside_kernels(run: Run) -> float | None:
+    """Of the time of a step's copies between device and host, the share in which some kernel runs too."""
+    with profile_device(run.world.device) as read_profile:
+        take_next_step(run)
+    profile = read_profile()
+    is_copy = [kernel.name.startswith(COPIES) for kernel in profile.kernels_run]
+    copies = list(compress(profile.kernels_run, is_copy))
+    kernels = list(compress(profile.kernels_run, map(not_, is_copy)))
+    stretches = replace(profile, kernels_run=kernels).busy_stretches()
+    busy = [(start, end) for start, end, _ in stretches]
+    beside = 0.0
+    for copy in copies:
+        for start, end in busy:
+            common = min(end, copy.end) - max(start, copy.start)
+            beside += max(0.0, common)
+    whole = sum(copy.end - copy.start for copy in copies)
+    return beside / whole if copies else None
 
 
 def take_steps(run: Run, steps: int) -> None:
@@ -366,6 +391,7 @@ FIGURES = {  # column of each figure
     "offloaded_gib": "offloaded",
     "hidden": "hidden",
     "fall": "fall",
+    "beside": "beside",
     "peak_gib": "peak",
     "planned_gib": "planned",
 }

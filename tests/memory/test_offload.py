@@ -220,7 +220,8 @@ def test_copies_of_two_layers_are_under_way_and_of_one_where_memory_is_at_its_pe
     model = real(config, "fp32", "cpu")
     offloader = Offloader({"experts": frozenset(range(5))}, model.parameters, PlainCopier(), limit=2**30, least=LEAST)
     attach_offloader(model, offloader)
-    carry = model.begin(*torch.zeros(2, 1, 32, dtype=torch.int64))
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    carry = model.begin(tokens, tokens)
     under_way: dict[int | None, int] = {}
     for step in model.steps(model.stages[0]):
         carry = step.run(carry)
