@@ -1,4 +1,4 @@
-"""Entries of memory.recompute and memory.offload name regions for all layers, one, a range, or every n-th of a range."""
+"""Entries of memory.recompute and memory.offload: a region in all layers, in one, in a range, in every n-th of it."""
 
 from __future__ import annotations
 
