@@ -82,13 +82,19 @@ def count_stage(
     with_gradients = 0.0
     backward_steps: list[BackwardStep] = []
     numbered = list(enumerate(counts))
+    layers = [number for number, (piece, _) in enumerate(pieces) if piece in "tm"]
+    last_layer = max(layers, default=0)
     for number, count in reversed(numbered):
-        # The layer before is on its way to the host in forward, and on its way back in backward.
+        # The layer before is on its way to the host in forward, and on its way back in backward; so is, in forward, the
+        # layer before that one, except in the last layer.
         neighbour = counts[number - 1].offloaded if number else 0.0
+        leaving = neighbour
+        if 2 <= number < last_layer:
+            leaving += counts[number - 2].offloaded
         for step in reversed(count.steps):
             own = count.offloaded_through(step)
             forward_workspace, backward_workspace = step.working
-            forward_workspace += neighbour + own
+            forward_workspace += leaving + own
             workspace = backward_workspace + count.recomputed_at(step) + neighbour + own
             forward = max(forward, forward_workspace - saved_later)
             backward = max(backward, workspace - freed)

@@ -1,0 +1,26 @@
+"""Peaks of runs that recompute and offload, as `moefold bench memory` measured them on an H200, are those planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.bench.memory import MemoryCase, case_config, offload_cases, recompute_cases
+from moefold.plan.memory.peak_memory import GIB, plan_memory
+from moefold.plan.options import PlanChoices
+
+MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "memory-h200.json"
+ROWS: list[dict[str, Any]] = json.loads(MEASURED.read_text())["results"]
+PEAKS = {(row["part"], row["model"], row["policy"]): row["peak_gib"] for row in ROWS}
+HOPPER = PlanChoices(precision="bf16", device="cuda", capability=90)
+CASES = [*(("recompute", case) for case in recompute_cases()), *(("offload", case) for case in offload_cases("cuda"))]
+
+
+@pytest.mark.parametrize(("part", "case"), CASES, ids=str)
+def test_a_measured_peak_is_the_planned_one_within_three_percent(part: str, case: MemoryCase):
+    policy = case.policy.strip() or "none"
+    [rank] = plan_memory(case_config(case, "cuda"), 1, HOPPER)
+    assert rank.total / GIB == pytest.approx(PEAKS[part, case.model, policy], rel=0.03)
