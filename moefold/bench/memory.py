@@ -52,7 +52,7 @@ from moefold.bench.step import LEAN_STATE, run_on_random_tokens, tokens_per_step
 from moefold.config.read import with_values
 from moefold.config.run import Config
 from moefold.memory.offload import offloader_of
-from moefold.observe.profile import profile_device
+from moefold.observe.profile import StepProfile, profile_device
 from moefold.plan.memory.machine_fit import choices_of_run
 from moefold.plan.memory.peak_memory import plan_memory
 from moefold.presets.zoo import PRESETS
@@ -220,10 +220,14 @@ def measured_figures(config: Config, steps: int) -> Row:
 
 
 def copies_beside_kernels(run: Run) -> float | None:
-    """Of the time of a step's copies between device and host, the share in which some kernel runs too."""
+    """Of the time of a step's copies between device and host, the share beside kernels."""
     with profile_device(run.world.device) as read_profile:
         take_next_step(run)
-    profile = read_profile()
+    return share_beside_kernels(read_profile())
+
+
+def share_beside_kernels(profile: StepProfile) -> float | None:
+    """Of the time of copies, the share in which some kernel runs too; None without copies."""
     is_copy = [kernel.name.startswith(COPIES) for kernel in profile.kernels_run]
     copies = list(compress(profile.kernels_run, is_copy))
     kernels = list(compress(profile.kernels_run, map(not_, is_copy)))

@@ -273,8 +273,9 @@ def entry_problem(entry: str, match: re.Match[str] | None, layers: int, names: S
         return ""
     if not named:
         return f"{shown} ends before it begins; {ENTRY_FORM}"
-    if max(named) >= layers:
-        return f"{shown} names layer {max(named)}; the model has layers 0 to {layers - 1}"
+    last = int(match["last"] or match["first"])
+    if last >= layers:
+        return f"{shown} names layer {last}; the model has layers 0 to {layers - 1}"
     return ""
 
 

@@ -1,7 +1,8 @@
 """Offload: memory that autograd saves inside a region lies on the host between forward and backward.
 
     forward    a tensor saved inside an offloaded region is copied to the host while later steps run; its device memory
-               is freed two layers later, before the last layer of the stage in any case
+               is freed at the end of the second layer behind it; at the end of a stage's last two layers all is freed
+               but what the layer that ends has offloaded
     backward   the first tensor of a layer that is asked for begins the copies of the layer before
 
 What is copied is a tensor's whole storage: views of it, and tensors that steps outside of the region save of it, refer
@@ -96,6 +97,8 @@ class SavedMemory:
             copier = self.offloader.copier
             self.arrival = copier.to_device(block, self.nbytes, self.departure)
             block.readers = self.arrival.events
+        else:
+            self.offloader.leaving.remove(self)  # the memory is used here, and freed with this object
         self.give_block_back(block)
 
     def give_block_back(self, block: HostBlock) -> None:

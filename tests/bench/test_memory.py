@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.bench.memory import case_config, offload_cases, recompute_cases
+from moefold.bench.memory import case_config, offload_cases, recompute_cases, share_beside_kernels
 from moefold.cli.bench import run_command
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
+from moefold.observe.profile import UNASSIGNED, ProfiledKernel, StepProfile
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the full models would run")
 
@@ -42,3 +43,13 @@ def test_rows_are_printed_as_they_are_measured_and_compared_with_the_first(
 @pytest.mark.parametrize("case", [*recompute_cases(), *offload_cases("cuda")], ids=str)
 def test_the_cases_of_a_gpu_are_legal(case: object):
     assert not broken_rules(ConfigOnRanks(case_config(case, "cuda"), 1))  # pyright: ignore[reportArgumentType]
+
+
+def test_the_share_of_copies_beside_kernels_is_that_of_their_time():
+    def kernel(name: str, start: float, end: float) -> ProfiledKernel:
+        return ProfiledKernel(name, UNASSIGNED, "device", start, end, end - start, start)
+
+    kernels = [kernel("gemm", 1, 2), kernel("gemm", 3, 6), kernel("norm", 5, 7)]
+    copies = [kernel("Memcpy DtoH (Device -> Pinned)", 0, 4)]
+    assert share_beside_kernels(StepProfile(0, 7, "cuda", kernels + copies)) == 0.5
+    assert share_beside_kernels(StepProfile(0, 7, "cuda", kernels)) is None

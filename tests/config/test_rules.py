@@ -209,6 +209,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.recompute=experts@1,moe@0-1", 1, 'region "experts" lies inside "moe"'),
         ("--memory.recompute=core,layer", 1, 'region "core" lies inside "layer"'),
         ("--memory.recompute=sar@", 1, 'entry "sar@" cannot be read'),
+        ("--memory.recompute=moe@0-4/3", 1, "names layer 4; the model has layers 0 to 3"),
         ("--memory.recompute=moe@0-3/0", 1, 'entry "moe@0-3/0" cannot be read'),
         ("--memory.recompute=moe@0-9999999999", 1, 'entry "moe@0-9999999999" cannot be read'),
         ("--memory.recompute=sar,moe@1", 1, 'region "dispatch" lies inside "moe"'),

@@ -230,13 +230,13 @@ def test_copies_of_two_layers_are_under_way_and_of_one_where_memory_is_at_its_pe
     assert under_way == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 0, None: 0}, "by layer, at its end"
 
 
-def late_layers(world: World, config: Config) -> tuple[int, int]:
+def late_layers(world: World, config: Config) -> tuple[int, int, int]:
     here = create_world(world.rank, world.size, world.device, config.parallel)
     run = assemble_run(config, here, Path("."), random_corpus(config))
     take_next_step(run)
     offloader = offloader_of(run.model)
     assert offloader is not None
-    return offloader.copied_bytes, offloader.late_layers
+    return offloader.copied_bytes, offloader.late_layers, len(offloader.leaving)
 
 
 @pytest.mark.parametrize("layout", ["zero bubble", "paired", "interleaved on eight ranks"])
@@ -244,9 +244,10 @@ def test_copies_back_begin_in_time_in_any_schedule(layout: str):
     size, words = LAYOUTS[layout]
     degrees = ["--train.global_batch", "8", "--train.micro_batch", "1", "--model.attention.kv_heads", "2"]
     config = recomputing(resolve_recipe("tiny", [*SIZES, *degrees, *words], size), " > layer")
-    copied, late = zip(*run_ranks(late_layers, size, config), strict=True)
+    copied, late, leaving = zip(*run_ranks(late_layers, size, config), strict=True)
     assert any(copied)
     assert not any(late)
+    assert not any(leaving), "device memory of a step that has ended"
 
 
 # ---- refusals and the planner

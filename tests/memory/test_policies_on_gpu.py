@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,7 +17,7 @@ from tests.memory.test_recompute import differing, recomputing
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SIZES = [
-    *("--model.layers", "3", "--model.hidden", "256", "--model.moe.ffn", "256", "--model.moe.experts", "8"),
+    *("--model.layers", "5", "--model.hidden", "256", "--model.moe.ffn", "256", "--model.moe.experts", "8"),
     *("--model.attention.heads", "4", "--model.attention.kv_heads", "2", "--model.attention.head_dim", "64"),
     *("--model.dense_ffn", "256", "--model.moe.shared_ffn", "128", "--model.moe.dense_layers", "1"),
     *("--model.moe.balance.aux_loss", "0.1", "--model.moe.balance.bias_rate", "0.01", "--optim.warmup", "0"),
@@ -67,6 +68,7 @@ def kept_trace(mechanism: str) -> RankTrace:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_a_run_with_a_policy_is_equal_to_the_bit(mechanism: str, choice: str):
     config = recomputing(configured(mechanism), choice)
+    config = replace(config, memory=replace(config.memory, offload_gib=1.0))
     assert differing(trace_run(config, single_rank_world("cuda"), STEPS), kept_trace(mechanism)) == []
 
 

@@ -43,7 +43,7 @@ def sized(**changes: Any) -> Config:
     largest = ParallelConfig(tp=2, cp=2, pp=1, ep=4)
     small = shrink_config(replace(tiny, model=model, parallel=largest), RANKS)
     layers = replace(small.model, layers=4)
-    train = replace(small.train, steps=STEPS, precision="fp64", global_batch=8, micro_batch=1)
+    train = replace(small.train, steps=STEPS, precision="fp64", global_batch=4, micro_batch=1)
     return replace(small, model=layers, train=train, parallel=ParallelConfig())
 
 
@@ -73,6 +73,10 @@ def train_recorded(world: World, config: Config) -> list[float]:
     return losses
 
 
+def train_each(world: World, configs: list[Config]) -> list[list[float]]:
+    return [train_recorded(world, config) for config in configs]
+
+
 def on_one_rank(config: Config) -> list[float]:
     return train_recorded(single_rank_world(), config)
 
@@ -96,13 +100,11 @@ def test_what_one_rank_recorded_is_replayed_on_any_layout_and_the_reverse(name: 
     assert max(abs(a - b) for a, b in zip(free, forced, strict=True)) > 1e-6, "other experts give another loss"
 
     layout = on_layout(config, name)
-    # Recorded there: the same choices.
-    run_ranks(train_recorded, RANKS, with_files(layout, record=tmp_path / "there"))
-    assert (tmp_path / "there").read_bytes() == recorded.read_bytes()
-    # Replayed there: the losses of one rank, and the choices are those of the file.
-    again = tmp_path / "again"
-    for losses in run_ranks(train_recorded, RANKS, with_files(layout, record=again, replay=edited)):
-        assert losses == pytest.approx(forced, rel=1e-9)
+    there, again = tmp_path / "there", tmp_path / "again"
+    runs = [with_files(layout, record=there), with_files(layout, record=again, replay=edited)]
+    for _, losses in run_ranks(train_each, RANKS, runs):
+        assert losses == pytest.approx(forced, rel=1e-9), "replayed there: the losses of one rank"
+    assert there.read_bytes() == recorded.read_bytes(), "recorded there: the same choices"
     chosen, wanted = load_file(again), load_file(edited)
     assert chosen.keys() == wanted.keys()
     assert all(np.array_equal(chosen[layer], wanted[layer]) for layer in wanted)

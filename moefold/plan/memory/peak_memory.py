@@ -16,6 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from moefold.config.run import Config
+from moefold.plan.memory.grouped_parameters import with_groups
 from moefold.plan.memory.live_microbatches import StageBytes, running_op
 from moefold.plan.memory.rank_stages import (
     RankKind,
@@ -84,11 +85,11 @@ def memory_by_rank(s: RunSetting, ranks: Iterable[int] | None = None) -> list[Ra
     all_stages = stages_by_rank(s.config)
     if ranks is None:
         ranks = range(len(all_stages))
-    costs: dict[RankKind, RankKindCosts] = {}  # most ranks of a pipeline are of a few kinds
+    costs: dict[tuple[RankKind, int], RankKindCosts] = {}  # most ranks of a pipeline are of a few kinds
     memory: list[RankMemory] = []
     for number in ranks:
         stages = all_stages[number]
-        kind = stages.kind
+        kind = stages.kind, number if s.optim.groups else 0  # groups may differ by layer
         if kind not in costs:
             costs[kind] = rank_kind_costs(s, stages)
         of_rank = rank_memory(s, number, stages, costs[kind])
@@ -117,7 +118,7 @@ class RankKindCosts:
 def rank_kind_costs(s: RunSetting, rank: RankStages) -> RankKindCosts:
     even = stage_counts(s, rank)
     full = stage_counts(s, rank, s.load)
-    state = resident_state(s, rank, even)
+    state = with_groups(s, rank, resident_state(s, rank, even))
     return RankKindCosts(
         state=state,
         update=optimizer_workspace(s, state),

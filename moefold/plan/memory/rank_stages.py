@@ -84,18 +84,20 @@ def count_stage(
     numbered = list(enumerate(counts))
     layers = [number for number, (piece, _) in enumerate(pieces) if piece in "tm"]
     last_layer = max(layers, default=0)
+    # Behind a stage without the loss, the last layer is on its way until the next forward has passed its first piece.
+    behind = counts[-1].offloaded if pieces and pieces[-1][0] != "L" else 0.0
     for number, count in reversed(numbered):
         # The layer before is on its way to the host in forward, and on its way back in backward; so is, in forward, the
-        # layer before that one, except in the last layer.
+        # layer before that one, except in the last layer and behind it.
         neighbour = counts[number - 1].offloaded if number else 0.0
-        leaving = neighbour
+        leaving = neighbour if number else behind
         if 2 <= number < last_layer:
             leaving += counts[number - 2].offloaded
         for step in reversed(count.steps):
             own = count.offloaded_through(step)
             forward_workspace, backward_workspace = step.working
             forward_workspace += leaving + own
-            workspace = backward_workspace + count.recomputed_at(step) + neighbour + own
+            workspace = backward_workspace + count.recomputed_at(step) + neighbour + own + behind
             forward = max(forward, forward_workspace - saved_later)
             backward = max(backward, workspace - freed)
             backward_steps.append((freed, with_gradients, workspace))

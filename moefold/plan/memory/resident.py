@@ -131,7 +131,7 @@ def fewest_moment_bytes(optim: OptimConfig) -> float:
 
 def moment_bytes(s: RunSetting, rank: RankStages, state_count: float) -> float:
     """Bytes of the optimizer's moments on a rank. Under Muon a parameter has one, its momentum; embedding and head are
-    left to AdamW and have two. Norms and biases, and what `optim.groups` says, are not counted apart."""
+    left to AdamW and have two. Norms and biases are not counted apart."""
     first, second = moment_sizes(s.optim)
     if s.optim.rule != "muon":
         return state_count * (first + second)

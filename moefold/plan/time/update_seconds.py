@@ -10,6 +10,7 @@ from math import prod
 
 from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
 from moefold.plan.machine.cluster import Cluster
+from moefold.plan.memory.grouped_parameters import trained_share
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
 from moefold.plan.memory.run_setting import RunSetting
 
@@ -20,6 +21,9 @@ Matrix = tuple[int, int]
 
 def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float) -> float:
     """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds."""
+    trained = trained_share(s.config)
+    dense *= trained
+    expert *= trained
     owned = dense + expert
     state = optimizer_bytes(s)
     moved = owned * state

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from moefold.bench.memory import MemoryCase, case_config, offload_cases, recompute_cases
+from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.memory.peak_memory import GIB, plan_memory
+from moefold.plan.memory.rank_stages import count_stage
 from moefold.plan.options import PlanChoices
+from moefold.presets.recipe import resolve_recipe
 
 MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "memory-h200.json"
 ROWS: list[dict[str, Any]] = json.loads(MEASURED.read_text())["results"]
@@ -24,3 +27,12 @@ def test_a_measured_peak_is_the_planned_one_within_three_percent(part: str, case
     policy = case.policy.strip() or "none"
     [rank] = plan_memory(case_config(case, "cuda"), 1, HOPPER)
     assert rank.total / GIB == pytest.approx(PEAKS[part, case.model, policy], rel=0.03)
+
+
+def test_two_layers_are_on_their_way_to_the_host_in_forward_and_one_in_the_last_layer():
+    words = ["--data.seq_len=32768", "--train.micro_batch=1", "--train.global_batch=1"]
+    config = resolve_recipe("olmoe-1b-7b", words)
+    portion = make_rank_portion(config, "local", defers_wgrad=False)
+    choices = PlanChoices(offload=("layer",))
+    three, five = (count_stage(config.model, (("t", 0),) * n, portion, choices) for n in (3, 5))
+    assert five.forward - three.forward == pytest.approx((five.offloaded - five.kept) / 5)
