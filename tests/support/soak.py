@@ -43,7 +43,7 @@ KEYS: Keys = {
     "train.validate_every": 1_000_000,
     "train.step_timeout": STEP_TIMEOUT,
     "checkpoint.every": 40,
-    "checkpoint.memory_every": 10,
+    "checkpoint.memory_every": 20,
     "observe.compare_every": 0,
     "observe.times_every": 10,
 }
