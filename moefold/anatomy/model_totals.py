@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
+from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps, prefixed_steps
 from moefold.config.run import ModelConfig
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its full name."""
     shapes: dict[str, tuple[int, ...]] = {}
-    steps = [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]
+    steps = prefixed_steps(model)
     for prefix, step in steps:
         for weight in step.weights:
             name = prefix + weight.name

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from moefold.anatomy.step_specs import WeightSpec, prefixed_model_steps, prefixed_mtp_steps
+from moefold.anatomy.step_specs import WeightSpec, prefixed_steps
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.precision_recipes import RECIPE_SPECS, WIDTH_MULTIPLE, last_plain_layers, parse_recipe_entries
 from moefold.config.run import Config, ModelConfig, ParallelConfig, PrecisionConfig
@@ -72,8 +72,7 @@ def model_products(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Pro
 
 def product_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
     """The weight of every linear product, with the prefix of its layer."""
-    steps = [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]
-    for prefix, step in steps:
+    for prefix, step in prefixed_steps(model):
         for weight in step.weights:
             if weight.is_matrix and weight.name not in NO_PRODUCTS:
                 yield prefix, weight
@@ -82,7 +81,7 @@ def product_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
 def adaptable_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
     """The weights that may have an adapter: those of linear products, and routers."""
     yield from product_weights(model)
-    for prefix, step in [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]:
+    for prefix, step in prefixed_steps(model):
         for weight in step.weights:
             if weight.name == ROUTER_WEIGHT:
                 yield prefix, weight

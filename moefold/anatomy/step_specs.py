@@ -561,3 +561,8 @@ def prefixed_model_steps(model: ModelConfig) -> Iterator[PrefixedStep]:
         for step in block_step_specs(model, layer):
             yield f"blocks.{layer}.", step
     yield "", predict_step(model)
+
+
+def prefixed_steps(model: ModelConfig) -> list[PrefixedStep]:
+    """Every step of the model, with the prefix of its parameters' names; those of multi-token prediction last."""
+    return [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]

@@ -35,6 +35,14 @@ class OptimizerGroup:
         return fnmatchcase(name, self.pattern)
 
 
+def first_match(groups: Iterable[OptimizerGroup], name: str) -> OptimizerGroup | None:
+    """The first group whose pattern matches a parameter's name."""
+    for group in groups:
+        if group.matches(name):
+            return group
+    return None
+
+
 def parse_groups(entries: Iterable[str]) -> list[OptimizerGroup]:
     """The groups of `optim.groups`, in order; all entries that cannot be read are refused at once."""
     return parse_each_entry("optim.groups", join_split_entries(entries), parse_group)

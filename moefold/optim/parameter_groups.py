@@ -16,7 +16,7 @@ from torch import nn
 from moefold.config.errors import UserError
 from moefold.config.extensions import find_extension
 from moefold.config.open_names import OPTIMIZER_NAMES
-from moefold.config.optimizer_groups import OptimizerGroup, parse_groups
+from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
@@ -103,10 +103,7 @@ class ParameterGroups:
         return entry.pattern
 
     def matching_entry(self, name: str) -> OptimizerGroup | None:
-        for entry in self.entries:
-            if entry.matches(name):
-                return entry
-        return None
+        return first_match(self.entries, name)
 
     def is_frozen(self, name: str) -> bool:
         entry = self.matching_entry(name)

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
+from moefold.anatomy.step_specs import StepSpec, prefixed_steps
 from moefold.comm.host_objects import gather_objects
 from moefold.config.run import Config, ModelConfig
 from moefold.model.steps import PassKey, PassKind, Region, Step
@@ -206,7 +206,7 @@ def resident_bytes(run: Run) -> ByteCounts:
 
 def all_step_specs(model: ModelConfig) -> list[StepSpec]:
     """Every step of the model, multi-token prediction included."""
-    prefixed = chain(prefixed_model_steps(model), prefixed_mtp_steps(model))
+    prefixed = prefixed_steps(model)
     return [step for _, step in prefixed]
 
 

@@ -7,6 +7,7 @@ stack. Results are cached, because a search needs the same layer many times.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -262,6 +263,12 @@ def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
     return [look_ahead_step(model), *block, set_aside_step(model)]
 
 
+def parameter_class(weight: WeightSpec, degrees: Mapping[str, int]) -> ParameterClass:
+    axes = tuple(axis for _, axis in weight.cut_over(degrees))
+    grid = "expert" if "ep" in axes else "dense"
+    return grid, axes
+
+
 def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
@@ -273,9 +280,8 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     for weight in spec.weights:
         part = weight.part(s.portion.degrees)
         held = prod(part)
-        axes = tuple(axis for _, axis in weight.cut_over(s.portion.degrees))
-        grid = "expert" if "ep" in axes else "dense"
-        parameters[grid, axes] += held  # pyright: ignore[reportArgumentType]
+        kind = parameter_class(weight, s.portion.degrees)
+        parameters[kind] += held  # pyright: ignore[reportArgumentType]
         recipe = recipe_of_weight(weight, s)
         if recipe.quantises:
             copies += copy_bytes(weight, recipe, s)

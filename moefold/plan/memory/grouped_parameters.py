@@ -5,24 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
+from moefold.anatomy.model_totals import parameter_shapes
 from moefold.anatomy.stage_contents import Stage, pipeline_stages
-from moefold.anatomy.step_specs import (
-    PrefixedStep,
-    WeightSpec,
-    embed_step,
-    prefixed_model_steps,
-    prefixed_mtp_steps,
-)
-from moefold.config.optimizer_groups import OptimizerGroup, parse_groups
+from moefold.anatomy.step_specs import WeightSpec, embed_step, prefixed_steps
+from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
 from moefold.config.run import Config, ModelConfig
-from moefold.plan.layer.layer_costs import ParameterClass
+from moefold.plan.layer.layer_costs import parameter_class
 from moefold.plan.memory.rank_stages import RankStages
 from moefold.plan.memory.resident import ResidentState, moment_sizes, shard_count
 from moefold.plan.memory.run_setting import RunSetting
 
 WORD_TABLES = ("embedding.weight", "head.weight")  # left to AdamW unless an entry says otherwise
+
+AS_THE_RUN = OptimizerGroup()  # options of parameters that no entry matches
 
 
 @dataclass
@@ -66,7 +64,7 @@ def grouped_counts(s: RunSetting, rank: RankStages) -> GroupedCounts:
         shards = shard_count(s, parameter_class(weight, degrees)) if is_sharded else 1
         counts.weights += held
         counts.state += held / shards
-        group = group_of(entries, name)
+        group = first_match(entries, name) or AS_THE_RUN
         if group.frozen:
             continue
         counts.trained += held
@@ -89,10 +87,6 @@ def rank_weights(config: Config, rank: RankStages) -> Iterator[tuple[str, Weight
         yield embedding.name, embedding
 
 
-def prefixed_steps(model: ModelConfig) -> list[PrefixedStep]:
-    return [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]
-
-
 def has_step(stage: Stage, prefix: str, name: str) -> bool:
     if name == "embed":
         return stage.embeds
@@ -102,20 +96,6 @@ def has_step(stage: Stage, prefix: str, name: str) -> bool:
     if kind == "blocks":
         return int(number) in stage.layers
     return int(number) + 1 in stage.ahead
-
-
-def parameter_class(weight: WeightSpec, degrees: dict[str, int]) -> ParameterClass:
-    axes = tuple(axis for _, axis in weight.cut_over(degrees))
-    grid = "expert" if "ep" in axes else "dense"
-    return grid, axes
-
-
-def group_of(entries: list[OptimizerGroup], name: str) -> OptimizerGroup:
-    """The first entry that matches a parameter's name; without one, a group with the options of the run."""
-    for entry in entries:
-        if entry.matches(name):
-            return entry
-    return OptimizerGroup()
 
 
 def is_updated_by_muon(s: RunSetting, group: OptimizerGroup, weight: WeightSpec) -> bool:
@@ -128,17 +108,18 @@ def is_updated_by_muon(s: RunSetting, group: OptimizerGroup, weight: WeightSpec)
     return min(weight.shape[-2:]) > 1
 
 
-def trained_share(config: Config) -> float:
-    """The share of the model's parameters that is not frozen."""
-    if not config.optim.groups:
+@lru_cache(maxsize=64)  # a search asks for it with every layout
+def trained_share(model: ModelConfig, groups: tuple[str, ...]) -> float:
+    """The share of a model's parameters that `optim.groups` does not freeze."""
+    if not groups:
         return 1.0
-    entries = parse_groups(config.optim.groups)
+    entries = parse_groups(groups)
     whole = 0
-    trained = 0
-    for prefix, step in prefixed_steps(config.model):
-        for weight in step.weights:
-            whole += weight.size
-            group = group_of(entries, prefix + weight.name)
-            if not group.frozen:
-                trained += weight.size
-    return trained / whole
+    frozen = 0
+    for name, shape in parameter_shapes(model).items():
+        size = prod(shape)
+        whole += size
+        group = first_match(entries, name)
+        if group is not None and group.frozen:
+            frozen += size
+    return 1 - frozen / whole

@@ -21,7 +21,7 @@ Matrix = tuple[int, int]
 
 def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float) -> float:
     """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds."""
-    trained = trained_share(s.config)
+    trained = trained_share(s.model, s.optim.groups)
     dense *= trained
     expert *= trained
     owned = dense + expert

@@ -47,7 +47,7 @@ def test_gradients_and_moments_are_those_of_a_run(name: str):
     assert rank.parameters == whole
     assert rank.gradients == pytest.approx(4 * trained)
     assert rank.moments == pytest.approx(4 * moments)
-    assert trained_share(config) == pytest.approx(trained / whole)
+    assert trained_share(config.model, config.optim.groups) == pytest.approx(trained / whole)
 
 
 def test_stages_of_a_pipeline_count_what_they_freeze():
