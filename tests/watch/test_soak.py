@@ -17,6 +17,7 @@ LEAST_GOODPUT = 0.15  # of faults every six seconds, beside other work on the ma
 @pytest.mark.extended
 def test_each_fault_of_a_soak_is_survived_with_the_losses_of_the_undisturbed_run():
     command = [sys.executable, "-m", "tests.support.soak", "--minutes", "0.5", "--every", "6", "--seed", "5"]
+    command += ["--step-timeout", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     struck = re.findall(r"^(\w+): \d+ times", done.stdout, re.M)

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -99,16 +101,60 @@ def ask_keeper(keeper: KeeperAddress, request: Message, patience: float = PATIEN
         return exchange(connection, keeper, request)
 
 
+class IdleConnections:
+    """Connections of this process to keepers that no request uses: a checkpoint makes some dozens of requests. Those of
+    a parent process are not used after a fork."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.by_owner: dict[tuple[int, KeeperAddress], list[socket.socket]] = {}
+
+    def take(self, keeper: KeeperAddress) -> socket.socket | None:
+        """A connection that its keeper has not closed."""
+        owner = os.getpid(), keeper
+        with self.lock:
+            idle = self.by_owner.get(owner, [])
+            while idle:
+                connection = idle.pop()
+                is_closed, _, _ = select.select([connection], [], [], 0)  # keepers send nothing unasked
+                if not is_closed:
+                    return connection
+                connection.close()
+        return None
+
+    def give(self, keeper: KeeperAddress, connection: socket.socket) -> None:
+        owner = os.getpid(), keeper
+        with self.lock:
+            self.by_owner.setdefault(owner, []).append(connection)
+
+
+IDLE = IdleConnections()
+
+
 @contextmanager
 def keeper_connection(keeper: KeeperAddress) -> Iterator[socket.socket]:
-    if is_here(keeper):
-        connection = socket.socket(socket.AF_UNIX)
+    """A connection for one request. After an error it is closed: what the keeper sends next is not known."""
+    connection = IDLE.take(keeper) or connect_to_keeper(keeper)
+    try:
+        connection.settimeout(PATIENCE)
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+    IDLE.give(keeper, connection)
+
+
+def connect_to_keeper(keeper: KeeperAddress) -> socket.socket:
+    if not is_here(keeper):
+        return socket.create_connection((keeper.host, keeper.port), PATIENCE)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
         connection.settimeout(PATIENCE)
         connection.connect(f"\0{keeper.name}")
-    else:
-        connection = socket.create_connection((keeper.host, keeper.port), PATIENCE)
-    with connection:
-        yield connection
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def exchange(

@@ -26,9 +26,9 @@ def send_message(connection: socket.socket, content: Message, files: Sequence[in
     length = LENGTH.pack(len(raw))
     if files:
         socket.send_fds(connection, [length], files)
+        connection.sendall(raw)
     else:
-        connection.sendall(length)
-    connection.sendall(raw)
+        connection.sendall(length + raw)
 
 
 def receive_message(connection: socket.socket) -> tuple[Message, list[int]]:

@@ -155,16 +155,19 @@ class KeeperServer:
 
     def answer_in_thread(self, answer: Callable[[socket.socket], None], connection: socket.socket) -> None:
         connection.settimeout(PATIENCE)
-        threading.Thread(target=self.answer_one, args=(answer, connection), daemon=True).start()
+        threading.Thread(target=self.answer_all, args=(answer, connection), daemon=True).start()
 
-    def answer_one(self, answer: Callable[[socket.socket], None], connection: socket.socket) -> None:
+    def answer_all(self, answer: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        """Answer one request after another, until one is refused or the asking side is gone, silent, or none of ours:
+        it sees the end of the connection."""
         with connection:
             try:
-                answer(connection)
+                while True:
+                    answer(connection)
             except RefusedRequest as refused:
                 send_message(connection, {"refused": str(refused)})
             except (OSError, KeyError, ValueError, TypeError):
-                pass  # the asking side is gone, or is none of ours: it sees the end of the connection
+                pass
 
     def answer_local(self, connection: socket.socket) -> None:
         request, files = receive_message(connection)

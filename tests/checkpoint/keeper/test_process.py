@@ -16,6 +16,7 @@ from moefold.checkpoint.keeper import files
 from moefold.checkpoint.keeper.files import (
     KeeperAddress,
     ask_keeper,
+    connect_to_keeper,
     empty_keeper,
     fetch_range,
     greet_keeper,
@@ -99,6 +100,29 @@ def test_a_keeper_holds_no_more_than_it_may(folder: RemotePath):
     ask_keeper(keeper, {"verb": "remove", "under": "/run/"})
     write_synced_file(folder / "more", b"x")
     os.close(file)
+
+
+def test_requests_share_a_connection_and_one_that_the_keeper_has_closed_is_replaced(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[socket.socket] = []
+
+    def connect(keeper: KeeperAddress) -> socket.socket:
+        made.append(connect_to_keeper(keeper))
+        return made[-1]
+
+    monkeypatch.setattr(files, "connect_to_keeper", connect)
+    monkeypatch.setattr(files, "IDLE", files.IdleConnections())
+    for number in range(20):
+        write_synced_file(folder / f"{number}", b"x")
+    assert len(made) == 1
+    made[0].sendall(b"\xff\xff\xff\xff")  # no message: the keeper ends the connection
+    assert wait_until(lambda: not made[0].recv(1, socket.MSG_PEEK), 20)
+    assert (folder / "7").read_bytes() == b"x"
+    with pytest.raises(UserError, match="no file"):
+        fetch_range(folder.files.from_here()[0], "/run/none", 0, 1)
+    assert (folder / "8").read_bytes() == b"x"
+    assert len(made) == 3
 
 
 def test_room_is_counted_while_files_come_and_go():
