@@ -308,6 +308,12 @@ class OptimConfig:
     states: Literal["device", "host"] = key(
         "device", "memory of AdamW's moments and main weights: in host memory they visit the device for the update"
     )
+    states_window_gib: float = key(
+        8.0,
+        "device memory that states in host memory pass through: those of the next update wait there, copied while "
+        "forward and backward run",
+        at_least=0,
+    )
     update: Literal["device", "host"] = key(
         "device", "where AdamW updates: on the host it needs optim.states host and fp32 states"
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moefold.anatomy.visiting_states import CHUNK_ELEMENTS
 from moefold.comm.host_copies import ToHost
 from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
@@ -17,7 +18,6 @@ from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
 from moefold.optim.host_states import (
-    CHUNK_ELEMENTS,
     Chunk,
     HostStream,
     chunk_windows,
@@ -66,6 +66,7 @@ class AdamW:
         self.adamw_blocks = kernels[adamw_blocks]
         self.states_on_host = optim.states == "host"
         self.updates_on_host = optim.update == "host"
+        self.window_gib = optim.states_window_gib
         self.host_stream: HostStream | None = None
 
     def options_of(self, share: BucketShare) -> AdamWOptions:
@@ -88,19 +89,20 @@ class AdamW:
         seed = stochastic_rounding_seed(step, share.number)
         return adamw_scalars(step, lr, options, seed)
 
-    def move_states(self, share: BucketShare) -> None:
+    def move_states(self, share: BucketShare, stream: HostStream | None) -> HostStream | None:
         if not self.states_on_host:
-            return
+            return stream
         for kind, moment in share.state.items():
             share.state[kind] = moment_on_host(moment)
         share.storage.move_main_weights(pinned_copy)
-        if self.host_stream is None:
+        if self.updates_on_host:
+            return stream
+        if stream is None:
             device = share.weights.device
-            self.host_stream = HostStream(device)
-
-    def settle(self) -> None:
-        if self.host_stream is not None:
-            self.host_stream.settle()
+            stream = HostStream(device, self.window_gib)
+        stream.expect(visiting_chunks(share))
+        self.host_stream = stream
+        return stream
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         options = self.options_of(share)
@@ -113,18 +115,13 @@ class AdamW:
             self.update_in_place(share, numbers)
 
     def update_visiting_states(self, share: BucketShare, stream: HostStream, numbers: UpdateNumbers) -> None:
-        """Update chunk by chunk; states are copied to the device and back."""
+        """Update chunk by chunk on the stream of visits; states are copied to the device and back. Numbers of the step
+        are copied, since those of the next step may come before the last update."""
         main, weights = operands_in_parts(share)
         gradient = share.gradient
-        device = share.weights.device
-        main_visits = main.device != device or device.type == "cpu"
-        main_on_host = main if main_visits else None
-        size = len(main)
-        windows = chunk_windows(size, CHUNK_ELEMENTS)
-        chunks: list[Chunk] = []
-        for window in windows:
-            chunk = host_tensors(share, window, main_on_host)
-            chunks.append(chunk)
+        main_visits = visits_device(main, share)
+        windows = share_windows(share)
+        numbers = numbers._replace(scalars=numbers.scalars.clone())
 
         def update_chunk(number: int, tensors: list[Tensor]) -> None:
             window = windows[number]
@@ -137,7 +134,10 @@ class AdamW:
             operands = (part, gradient[window], mean.codes, square.codes, beside)
             self.adamw(*operands, *numbers, first, mean.scales, square.scales)
 
-        stream.visit(chunks, update_chunk)
+        ended = stream.visit(share.number, visiting_chunks(share), update_chunk)
+        share.bucket.note_update(ended, (gradient, numbers.scale, numbers.scalars))
+        if not gradient.is_cuda:  # the update is done
+            share.bucket.await_update()
 
     def update_on_host(self, share: BucketShare, numbers: UpdateNumbers) -> None:
         """Update on the CPU: gradients come from the device chunk by chunk, the next while one is used, and weights go
@@ -210,6 +210,23 @@ def operands_in_parts(share: BucketShare) -> FusedOperands:
     fused = share.storage.fused_operands()
     assert fused is not None, "weights that cannot be updated in parts"
     return fused
+
+
+def share_windows(share: BucketShare) -> list[slice]:
+    return chunk_windows(len(share.weights), CHUNK_ELEMENTS)
+
+
+def visits_device(main: Tensor, share: BucketShare) -> bool:
+    """Whether main weights are copied to the device for the update."""
+    device = share.weights.device
+    return main.device != device or device.type == "cpu"
+
+
+def visiting_chunks(share: BucketShare) -> list[Chunk]:
+    """The host tensors of each window of a share."""
+    main, _ = operands_in_parts(share)
+    main_on_host = main if visits_device(main, share) else None
+    return [host_tensors(share, window, main_on_host) for window in share_windows(share)]
 
 
 def host_tensors(share: BucketShare, window: slice, main: Tensor | None) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
+from moefold.optim.host_states import HostStream
 from moefold.optim.parameter_groups import GroupRule, ParameterGroups
 from moefold.optim.rule import BucketShare, KeepsStatesOnHost, Rule, StepNumbers
 from moefold.optim.step_scalars import ScalarRows, StepScalars, UpdateNumber
@@ -33,6 +34,7 @@ class Optimizer:
     def __init__(self, buckets: list[Bucket], rules: Mapping[str, GroupRule]):
         self.rules = rules
         self.units = units_of_buckets(buckets)
+        self.host_stream: HostStream | None = None
         self.shares: list[BucketShare] = []
         for number, bucket in enumerate(buckets):
             share = self.open_share(number, bucket)
@@ -51,14 +53,13 @@ class Optimizer:
         rule = self.rule_of(share)
         share.state = rule.state(share)
         if isinstance(rule, KeepsStatesOnHost):
-            rule.move_states(share)
+            self.host_stream = rule.move_states(share, self.host_stream)
         return share
 
     def settle(self) -> None:
         """Wait until states in host memory are complete."""
-        for rule, _ in self.rules.values():
-            if isinstance(rule, KeepsStatesOnHost):
-                rule.settle()
+        if self.host_stream is not None:
+            self.host_stream.settle()
 
     def rule_of(self, share: BucketShare) -> Rule:
         group = share.bucket.group
@@ -79,6 +80,12 @@ class Optimizer:
         have the new weights once they are published."""
         self.begin_step(number, lr)
         self.update_all(scales)
+        self.await_updates()
+
+    def await_updates(self) -> None:
+        """Let the present stream wait for updates on others. Whoever reads weights of a `Publisher` need not."""
+        for share in self.shares:
+            share.bucket.await_update()
 
     def begin_step(self, number: StepNumber, lr: float) -> None:
         """Write the numbers of a step to the device, before the updates of its units."""
@@ -92,8 +99,9 @@ class Optimizer:
             self.scalars.write_rows_where(number.is_less, rows_of_less)
 
     def update_all(self, scales: UnitScales | None = None) -> None:
-        """Update all units by the numbers that were written for this step."""
-        for unit in self.units:
+        """Update all units by the numbers that were written for this step, in the order in which forward needs them:
+        buckets are filled from the model's end."""
+        for unit in reversed(self.units):
             scale = self.one
             if scales is not None:
                 scale = scales[unit]
@@ -103,7 +111,7 @@ class Optimizer:
         """Update the parameters of one unit from their gradients, times `scale`."""
         if scale is None:
             scale = self.one
-        for share in self.shares:
+        for share in reversed(self.shares):
             if share.bucket.unit != unit:
                 continue
             row = self.scalars.row_of(share.number)

@@ -18,6 +18,7 @@ from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
+from moefold.optim.host_states import HostStream
 from moefold.optim.moments import Moment
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import FusedOperands, WeightStorage
@@ -112,12 +113,9 @@ class Rule(Protocol):
 class KeepsStatesOnHost(Protocol):
     """A rule that may keep the state of a share in host memory."""
 
-    def move_states(self, share: BucketShare) -> None:
-        """Move state and main weights to where the rule keeps them."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until states in host memory are complete."""
+    def move_states(self, share: BucketShare, stream: HostStream | None) -> HostStream | None:
+        """Move state and main weights to where the rule keeps them. Returns the way by which they visit the device: the
+        given one, which is that of other rules, or a new one, or None if they do not."""
         ...
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm, prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,19 @@ class BucketPiece(NamedTuple):
         return elements[self.first : self.last]
 
 
+class Awaitable(Protocol):
+    def wait(self) -> None:
+        """Let the present stream wait."""
+        ...
+
+
+class PendingUpdate(NamedTuple):
+    """An update under way: its end, and the tensors that it reads."""
+
+    ended: Awaitable
+    read: Sequence[Tensor]
+
+
 @dataclass
 class Bucket:
     """Parameters with the same key; `replicas` are the ranks that hold the same ones."""
@@ -101,6 +114,18 @@ class Bucket:
     holders: Holders = ()  # pipeline ranks that hold a copy too: the gradient is the sum over them
     matrix_parts: Axis | None = None  # the ranks that hold parts of the same matrices; None: matrices are whole
     copies: Axis = field(default_factory=lambda: Axis("copies"))  # the ranks that hold the same share
+    update: PendingUpdate | None = None  # on another stream
+
+    def note_update(self, ended: Awaitable, read: Sequence[Tensor]) -> None:
+        """An update of the weights has begun on another stream. `read`: what is not to be freed before its end."""
+        self.await_update()
+        self.update = PendingUpdate(ended, read)
+
+    def await_update(self) -> None:
+        """Let the present stream wait for the weights."""
+        if self.update is not None:
+            self.update.ended.wait()
+            self.update = None
 
     @property
     def placement(self) -> Placement:

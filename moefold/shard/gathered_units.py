@@ -254,6 +254,7 @@ class GatheredUnits:
         for bucket in self.buckets:
             written = [parameter.tensor for parameter in bucket.parameters]
             count_change(written)
+            bucket.await_update()
         self.in_use = frozenset()
         for unit in list(self.whole):
             self.free(unit)

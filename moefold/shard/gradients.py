@@ -212,6 +212,7 @@ class Gradients:
         for number, bucket in enumerate(self.buckets):
             if bucket.unit == unit:
                 self.reductions[number] = NOTHING_TO_AWAIT
+                bucket.await_update()  # which reads them
                 bucket.sums.release()
 
     def held_bytes(self) -> int:

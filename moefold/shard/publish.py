@@ -1,7 +1,8 @@
 """Publishing weights: all-gathers of updated shares between replicas, while the next forward already runs.
 
 The gathers of all buckets start at once, in the order in which forward needs them. A module waits for the buckets of
-its own parameters when it is called; on one replica there is nothing to wait for, and no hook.
+its own parameters when it is called; on one replica there is nothing to wait for, and no hook, unless updates run on
+another stream (optim/host_states.py).
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class PendingGather:
 
 
 class Publisher:
-    def __init__(self, model: nn.Module, buckets: list[Bucket]):
+    def __init__(self, model: nn.Module, buckets: list[Bucket], late_updates: bool = False):
         self.buckets = buckets
+        self.late_updates = late_updates
         self.under_way: dict[int, PendingGather] = {}
         self.bucket_of: dict[int, int] = {}  # by the identity of a parameter
         for number, bucket in enumerate(buckets):
@@ -58,8 +60,8 @@ class Publisher:
             if parameter.requires_grad:
                 number = self.bucket_of[id(parameter)]
                 needed.add(number)
-        gathered = filter(self.has_replicas, needed)
-        in_order = sorted(gathered)
+        awaited = needed if self.late_updates else filter(self.has_replicas, needed)
+        in_order = sorted(awaited)
         if in_order:
             hook = partial(self.await_buckets, in_order)
             module.register_forward_pre_hook(hook)
@@ -89,17 +91,19 @@ class Publisher:
         if not self.has_replicas(number):
             return
         bucket = self.buckets[number]
+        bucket.await_update()
         self.under_way[number] = gather_shares(bucket, "publish")
 
     def await_before_saving(self, *_: object) -> None:
         self.await_all_buckets()
 
     def await_all_buckets(self) -> None:
-        numbers = list(self.under_way)
-        self.await_buckets(numbers)
+        numbers = range(len(self.buckets))
+        self.await_buckets(list(numbers))
 
     def await_buckets(self, numbers: list[int], *_: object) -> None:
         for number in numbers:
+            self.buckets[number].await_update()
             gather = self.under_way.pop(number, None)
             if gather is not None:
                 gather.wait()

@@ -74,7 +74,8 @@ def share_out_model(
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what parameters had before they moved into buckets
     gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
-    return SharedOut(buckets, gradients, Publisher(model, buckets))
+    updates_are_late = config.optim.states == "host" and world.device.type == "cuda"
+    return SharedOut(buckets, gradients, Publisher(model, buckets, updates_are_late))
 
 
 def share_out_units(

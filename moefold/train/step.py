@@ -210,6 +210,7 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
         run.updates.update_rest(updates)
         run.qk_clip.rescale_heads(updates)
     if run.checksums is not None:
+        run.optimizer.await_updates()
         run.checksums.note_update()
     with run.phase("publish"):
         run.parameters.publish()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.optim import adamw, host_states
-from moefold.optim.host_states import SLOTS, HostStream
+from moefold.anatomy.visiting_states import LEAST_SLOTS
+from moefold.optim import adamw
+from moefold.optim.host_states import HostStream
 from tests.optim.test_adamw import OPTIM, copied, make_both, named, put_gradients
 
 
@@ -77,8 +78,56 @@ def test_chunks_come_in_order_and_go_back_through_few_slots():
         tensors[0].mul_(2)
         tensors[1].add_(1)
 
-    stream.visit(chunks, double)
+    stream.visit(0, chunks, double)
     assert seen == list(range(10))
     assert torch.equal(numbers, 2 * torch.arange(10.0))
     assert (flags == 1).all()
-    assert len(stream.slots) == SLOTS == host_states.SLOTS
+    assert len(stream.slots) == LEAST_SLOTS
+
+
+def doubled(stream: HostStream, numbers: torch.Tensor, owner: int) -> None:
+    """Double the two chunks of an owner."""
+    first = 2 * owner
+    chunks = [(numbers[i : i + 1],) for i in (first, first + 1)]
+    end = stream.visit(owner, chunks, lambda _, tensors: tensors[0].mul_(2))
+    end.wait()
+
+
+ROUNDS = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3), (3, 2, 1, 0), (1, 3), (0, 1, 2, 3)]
+
+
+def test_what_was_fetched_ahead_is_what_the_step_before_has_left_in_any_order():
+    stream = HostStream(torch.device("cpu"))
+    numbers = torch.arange(1.0, 9.0)
+    expected = numbers.clone()
+    for owners in ROUNDS:
+        for owner in owners:
+            doubled(stream, numbers, owner)
+            expected[2 * owner : 2 * owner + 2] *= 2
+    assert torch.equal(numbers, expected)
+
+
+def test_host_memory_may_change_once_states_are_settled():
+    stream = HostStream(torch.device("cpu"))
+    numbers = torch.ones(8)
+    for _ in range(3):
+        for owner in range(4):
+            doubled(stream, numbers, owner)
+    assert stream.fetched
+    stream.settle()
+    numbers.fill_(5)
+    for owner in range(4):
+        doubled(stream, numbers, owner)
+    assert numbers.eq(10).all()
+
+
+def test_an_update_that_fails_is_told_to_whoever_waits_for_it():
+    stream = HostStream(torch.device("cpu"))
+    numbers = torch.ones(2)
+
+    def fail(number: int, tensors: list[torch.Tensor]) -> None:
+        raise ValueError("no update")
+
+    end = stream.visit(0, [(numbers[:1],), (numbers[1:],)], fail)
+    with pytest.raises(RuntimeError, match="states on the host"):
+        end.wait()

@@ -57,3 +57,14 @@ def test_a_run_resumed_on_the_device_continues_where_it_was(tmp_path: Path):
     train(tmp_path / "b", "tiny", "--train.steps", "6", "--train.precision", "fp32")
     resumed = train(tmp_path / "b", "tiny", *steps, "--train.precision", "fp32", "--resume", "auto")
     assert [line["step"] for line in resumed] == [line["step"] for line in whole]
+
+
+@pytest.mark.parametrize("window", ["8", "0"], ids=["all fetched ahead", "three slots"])
+def test_states_on_the_host_give_the_losses_of_states_on_the_device(tmp_path: Path, window: str):
+    """Updates run beside the next step: it must wait for each."""
+    argv = ["tiny", "--train.steps", "20", "--train.precision", "bf16", "--checkpoint.every", "8"]
+    argv += ["--train.validate_every", "6"]
+    there = train(tmp_path / "device", *argv)
+    visiting = train(tmp_path / "host", *argv, "--optim.states", "host", "--optim.states_window_gib", window)
+    assert [line["loss"] for line in visiting[1:]] == [line["loss"] for line in there[1:]]
+    assert visiting[-1]["val_loss"] == there[-1]["val_loss"]

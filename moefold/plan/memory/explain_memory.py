@@ -151,7 +151,9 @@ def list_pieces(pieces: StagePieces) -> str:
 def buffer_names(s: RunSetting) -> str:
     names = "pipeline messages, rotary tables, GEMM workspace"
     if s.choices.sharding == "fsdp":
-        return f"{names}, weights and gradients of two units"
+        names += ", weights and gradients of two units"
+    if s.states_on_host and s.choices.stack == "moefold":
+        names += ", chunks of states from host memory"
     return names
 
 

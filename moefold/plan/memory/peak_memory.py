@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.config.run import Config
 from moefold.plan.memory.grouped_parameters import with_groups
 from moefold.plan.memory.live_microbatches import StageBytes, running_op
@@ -263,7 +264,8 @@ def layer_count(pieces: StagePieces) -> int:
 
 
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
-    """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also whole weights and gradients."""
+    """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also whole weights and gradients, and what
+    states in host memory pass through."""
     model = s.model
     choices = s.choices
     wide = choices.recipe.wide
@@ -277,6 +279,9 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
         size += s.portion.seq_len * rotated * 4
     if choices.sharding == "fsdp":
         size += whole_unit_bytes(s, rank, state)
+    if s.states_on_host and choices.stack == "moefold" and choices.device == "cuda":
+        visiting = state.main + state.moments
+        size += visiting_bytes(state.parameters, visiting, s.optim.states_window_gib)
     return size
 
 

@@ -55,6 +55,16 @@ def test_states_on_the_host_are_counted_there():
     assert there.host == here.main + here.moments
 
 
+@pytest.mark.parametrize(("window", "expected"), [(8.0, 8.0), (0.0, 1.5), (1000.0, 52.0)])
+def test_states_on_the_host_pass_through_slots_on_the_device(window: float, expected: float):
+    """Chunks of half a GiB, at 8 bytes a parameter: as many as fit, three at least, and all of them at most."""
+    words = "--optim.moments=bf16 --train.precision=bf16 --train.device=cuda"
+    here = planned("olmoe-1b-7b", words)
+    there = planned("olmoe-1b-7b", f"{words} --optim.states=host --optim.states_window_gib={window}")
+    passing = (there.buffers - here.buffers) / 2**30
+    assert passing == pytest.approx(expected, abs=0.5)
+
+
 def test_gradients_of_several_microbatches_exist_all_at_once_inside_backward_too():
     words = ONE_CARD.replace("micro_batch=4", "micro_batch=2").replace("gradients=bf16", "gradients=fp32")
     rank = planned("qwen3-30b-a3b", words)
