@@ -170,12 +170,13 @@ def whole_graph_updates_at_its_end(c: ConfigOnRanks) -> bool:
 
 @MEMORY_RULES.rule(
     "a whole graph offloads nothing",
-    (GRAPHS, OFFLOAD),
+    (GRAPHS, OFFLOAD, "optim.states"),
     why="copies to the host have streams and a pool of their own, which a graph would have to own",
     fix="set memory.graphs to none",
 )
 def whole_graph_offloads_nothing(c: ConfigOnRanks) -> bool:
-    return not has_whole_graph(c) or not c.memory.offload
+    offloads = c.memory.offload or c.optim.states == "host"
+    return not has_whole_graph(c) or not offloads
 
 
 @MEMORY_RULES.rule(

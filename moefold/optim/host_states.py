@@ -105,7 +105,7 @@ class UpdateEnd:
         """Let the present stream wait for the update."""
         self.is_launched.wait()
         if self.error is not None:
-            raise RuntimeError("an update with states on the host failed") from self.error
+            raise RuntimeError(f"an update with states on the host failed: {self.error}") from self.error
         if self.event is not None:
             self.event.wait()
 
@@ -147,6 +147,7 @@ class HostStream:
         self.last_fetched: ChunkKey | None = None
         self.visits: deque[ChunkVisit] = deque()
         self.lock = threading.Lock()  # of visits and thread
+        self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.arriving = self.updates = self.leaving = None
         if device.type == "cuda":
@@ -162,6 +163,7 @@ class HostStream:
     def visit(self, owner: int, chunks: Sequence[Chunk], work: Work) -> UpdateEnd:
         """Have `work` called with the number of each of an owner's chunks and its tensors on the device, which are then
         copied back: on a stream of its own, behind what the present one has been given so far."""
+        self.require_health()
         self.make_slots(chunks)
         is_ready = record_event(present_stream(self.device))
         end = UpdateEnd()
@@ -189,6 +191,9 @@ class HostStream:
         self.free = deque(self.slots)
         if self.arriving is not None:  # work that is under way may still use the memory
             self.arriving.wait_stream(torch.cuda.current_stream(self.device))
+        for stream in filter(None, (self.arriving, self.updates, self.leaving)):
+            for slot in self.slots:
+                slot.memory.record_stream(stream)
 
     def note_visit(self, key: ChunkKey, chunk: Chunk) -> None:
         self.chunks[key] = chunk
@@ -213,6 +218,8 @@ class HostStream:
     def launch_all(self) -> None:
         """The body of the thread: launch what can be launched, until nothing is left."""
         try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a thread begins on the first device
             while self.launch_next() or self.wait_for_copies() or not self.ends_thread():
                 pass
         except BaseException as error:
@@ -230,11 +237,17 @@ class HostStream:
 
     def report_failure(self, error: BaseException) -> None:
         with self.lock:
+            self.error = error
             for visit in self.visits:
                 if visit.ends is not None:
                     visit.ends.note_launched(None, error)
             self.visits.clear()
             self.thread = None
+
+    def require_health(self) -> None:
+        """States in host memory are not those of the last step once a copy has failed."""
+        if self.error is not None:
+            raise RuntimeError(f"a copy of states in host memory failed: {self.error}") from self.error
 
     def fetch_next(self) -> bool:
         """Begin to copy the chunk that comes next, if a slot is free and the one before is there."""
@@ -244,17 +257,17 @@ class HostStream:
         slot = self.take_slot(key)
         if slot is None:
             return False
-        self.fetched[key] = slot
         self.fetch(key, slot)
+        self.fetched[key] = slot
         return True
 
     def next_key(self) -> ChunkKey | None:
         """The chunk of the next visit, or else the one that comes behind the last fetched."""
+        key: ChunkKey | None = None
         if self.visits and self.visits[0].key not in self.fetched:
-            return self.visits[0].key
-        if self.last_fetched is None:
-            return None
-        key = self.following.get(self.last_fetched)
+            key = self.visits[0].key
+        elif self.last_fetched is not None:
+            key = self.following.get(self.last_fetched)
         is_here = key in self.fetched or any(key == leaving for leaving, _ in self.updated)
         return None if is_here else key
 
@@ -325,6 +338,8 @@ class HostStream:
         if not open_events:
             return self.can_launch()
         while not any(event.query() for event in open_events):
+            if not threading.main_thread().is_alive():
+                raise RuntimeError("the process ends")
             time.sleep(POLL_SECONDS)
         return True
 
@@ -338,8 +353,10 @@ class HostStream:
         thread = self.thread
         if thread is not None:
             thread.join()
-        if self.leaving is not None:
+        self.require_health()
+        if self.leaving is not None and self.arriving is not None:
             self.leaving.synchronize()
+            self.arriving.synchronize()
         self.free.extend(self.fetched.values())
         self.fetched.clear()
         self.last_fetched = None

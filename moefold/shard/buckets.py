@@ -95,10 +95,11 @@ class Awaitable(Protocol):
 
 
 class PendingUpdate(NamedTuple):
-    """An update under way: its end, and the tensors that it reads."""
+    """An update under way: its end, the tensors that it reads, and the stream to which their memory goes back."""
 
     ended: Awaitable
     read: Sequence[Tensor]
+    stream: torch.Stream | None
 
 
 @dataclass
@@ -119,13 +120,21 @@ class Bucket:
     def note_update(self, ended: Awaitable, read: Sequence[Tensor]) -> None:
         """An update of the weights has begun on another stream. `read`: what is not to be freed before its end."""
         self.await_update()
-        self.update = PendingUpdate(ended, read)
+        self.update = PendingUpdate(ended, read, self.present_stream())
 
     def await_update(self) -> None:
-        """Let the present stream wait for the weights."""
-        if self.update is not None:
-            self.update.ended.wait()
+        """Let the present stream wait for the weights. What the update reads is freed when the stream of its memory has
+        waited: another one, such as that of a communication lane, may come first."""
+        update = self.update
+        if update is None:
+            return
+        update.ended.wait()
+        if update.stream == self.present_stream():
             self.update = None
+
+    def present_stream(self) -> torch.Stream | None:
+        device = self.sums.device
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @property
     def placement(self) -> Placement:

@@ -236,7 +236,10 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.graphs=whole --train.device=cpu", 1, "train.device = cpu"),
         ("--memory.graphs=whole --train.precision=fp32", 1, "train.precision = fp32"),
     ],
-    "a whole graph offloads nothing": [("--memory.graphs=whole --memory.offload=layer", 1, "memory.offload = layer")],
+    "a whole graph offloads nothing": [
+        ("--memory.graphs=whole --memory.offload=layer", 1, "memory.offload = layer"),
+        ("--memory.graphs=whole --optim.states=host", 1, "optim.states = host"),
+    ],
     "a whole graph has one lane": [
         ("--memory.graphs=whole --pipeline.pair=true", 1, "pipeline.pair = true"),
         ("--memory.graphs=whole --train.device=cuda --shard.sync=hierarchical", 1, "shard.sync = hierarchical"),

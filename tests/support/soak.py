@@ -8,8 +8,8 @@ ranks killed, so that the disk is read; the link between all ranks taken down un
 the soak moves into a network namespace of its own). Then the same run is trained undisturbed, as far.
 
 Printed: what each fault cost, and the goodput: committed steps x median step time of the undisturbed run / wall time of
-the disturbed one, starts included. A step's time is that of a whole turn of the loop, with reading of data, exchange
-and recording, as the ranks measure it over ten steps; ten steps with a checkpoint among them do not count. By the
+the disturbed one, starts included. A step's time is that of a turn of the loop, with reading of data and exchange but
+without recording, as the ranks measure it over ten steps; ten steps with a checkpoint among them do not count. By the
 recorded seconds of a step alone, its forward, backward and update, goodput is lower. The runs take place one after the
 other: where other work comes and goes, the third figure, by the disturbed run's own median step, is the fairer one. The
 exit code is 0 if all losses are those of the undisturbed run.

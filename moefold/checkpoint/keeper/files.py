@@ -19,6 +19,7 @@ import select
 import socket
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +42,7 @@ from moefold.layout.environment import launcher_pid
 
 PROTOCOL = "keepers:"  # in front of a path that is shown
 PATIENCE = 30.0  # seconds that a keeper has for an answer
+LONGEST_IDLE = 20.0  # seconds of a connection: a keeper closes it after a minute
 PATIENCE_TO_CHECK = 600.0  # likewise, where it reads all that it holds
 COPIES = 2  # of each file, on two nodes, where there are two
 GENERATIONS = 2  # the checkpoint before stays until the new one is whole
@@ -101,13 +103,23 @@ def ask_keeper(keeper: KeeperAddress, request: Message, patience: float = PATIEN
         return exchange(connection, keeper, request)
 
 
+IdleConnection = tuple[socket.socket, float]  # with the time since when
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the keeper has closed an idle connection: it sends nothing unasked."""
+    watch = select.poll()
+    watch.register(connection, select.POLLIN)
+    return bool(watch.poll(0))
+
+
 class IdleConnections:
     """Connections of this process to keepers that no request uses: a checkpoint makes some dozens of requests. Those of
     a parent process are not used after a fork."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.by_owner: dict[tuple[int, KeeperAddress], list[socket.socket]] = {}
+        self.by_owner: dict[tuple[int, KeeperAddress], list[IdleConnection]] = {}
 
     def take(self, keeper: KeeperAddress) -> socket.socket | None:
         """A connection that its keeper has not closed."""
@@ -115,9 +127,8 @@ class IdleConnections:
         with self.lock:
             idle = self.by_owner.get(owner, [])
             while idle:
-                connection = idle.pop()
-                is_closed, _, _ = select.select([connection], [], [], 0)  # keepers send nothing unasked
-                if not is_closed:
+                connection, since = idle.pop()
+                if time.monotonic() - since < LONGEST_IDLE and not is_closed(connection):
                     return connection
                 connection.close()
         return None
@@ -125,7 +136,8 @@ class IdleConnections:
     def give(self, keeper: KeeperAddress, connection: socket.socket) -> None:
         owner = os.getpid(), keeper
         with self.lock:
-            self.by_owner.setdefault(owner, []).append(connection)
+            idle = self.by_owner.setdefault(owner, [])
+            idle.append((connection, time.monotonic()))
 
 
 IDLE = IdleConnections()
