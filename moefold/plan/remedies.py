@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from moefold.anatomy.frozen_base import base_size_of_all_ranks
 from moefold.anatomy.model_totals import total_parameters
 from moefold.config.errors import UserError
 from moefold.config.read import with_values
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
 from moefold.config.run import Config
+from moefold.plan.memory.grouped_parameters import trained_share
 from moefold.plan.memory.peak_memory import GIB, fullest_rank, plan_memory
 from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
 from moefold.plan.options import PlanChoices
@@ -167,11 +169,16 @@ def search_remedies(r: PlanRequest) -> list[str]:
 
 
 def least_weights_gib(config: Config, choices: PlanChoices, gpus: int) -> float:
-    """GiB of weights and gradients of a GPU if they were cut over all GPUs: no layout needs less."""
-    parameter = choices.recipe.wide
-    if config.optim.when == "step":
-        parameter += STATE_ELEMENT_BYTES[config.optim.gradients]
+    """GiB of weights and gradients of a GPU if they were cut over all GPUs: no layout needs less. Adapters are not
+    counted; the base beside them may be held in blocks."""
+    wide = choices.recipe.wide
+    parameter = wide
+    if config.optim.when == "step" and not config.lora.rank:
+        trained = trained_share(config.model, config.optim.groups)
+        parameter += trained * STATE_ELEMENT_BYTES[config.optim.gradients]
     whole = total_parameters(config.model) * parameter
+    blocks = base_size_of_all_ranks(config, wide)
+    whole -= blocks.weights * wide - blocks.bytes
     return whole / gpus / GIB
 
 

@@ -18,6 +18,8 @@ from itertools import product
 from operator import attrgetter
 from typing import NamedTuple
 
+from moefold.anatomy.frozen_base import base_products
+from moefold.config.errors import UserError
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES
 from moefold.config.run import Config
@@ -325,6 +327,10 @@ class LayoutSearch:
                 example = rule.says(case)
                 self.refusals.add_refusal(rule.name, example)
                 return False
+        cut_blocks = base_block_problem(config)
+        if cut_blocks:
+            self.refusals.add_refusal("blocks of lora.base", cut_blocks)
+            return False
         microbatch_tokens = config.train.micro_batch * config.data.seq_len
         ranks_of_sequence = config.parallel.tp * config.parallel.cp
         tokens = microbatch_tokens / ranks_of_sequence
@@ -377,7 +383,7 @@ class LayoutSearch:
         setting = found.setting
         seconds = self.stage_seconds(setting, cut)
         least = least_step_seconds(setting, self.cluster, cut, seconds, found.stages)
-        return Candidate(config, setting.choices, least, found.gib, found.rung)
+        return Candidate(config, self.ladder[found.rung], least, found.gib, found.rung)
 
     def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
         """The candidate simulated, if its memory in the whole program fits as well."""
@@ -414,6 +420,17 @@ def grid_cache_key(config: Config) -> CacheKey:
     """The keys on which a rank's part of a layer depends, beside recompute."""
     p = config.parallel
     return p.tp, p.cp, p.context, p.ep, p.etp, config.train.micro_batch
+
+
+def base_block_problem(config: Config) -> str:
+    """A product whose inputs the layout cuts inside a block of `lora.base`; empty if there is none."""
+    if config.lora.base == "plain":
+        return ""
+    try:
+        base_products(config)
+    except UserError as error:
+        return error.problems[0]
+    return ""
 
 
 def describe_layout(config: Config) -> str:

@@ -7,7 +7,7 @@ stack. Results are cached, because a search needs the same layer many times.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -26,6 +26,7 @@ from moefold.anatomy.step_specs import (
     sliding_window_of,
 )
 from moefold.config.memory_regions import REGIONS
+from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
 from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import ModelConfig, PrecisionConfig
 from moefold.plan.layer.bytes_sent import AxisTraffic, step_bytes_sent
@@ -41,6 +42,7 @@ from moefold.plan.options import PlanChoices, regions_in_layer
 LINEAR_STORAGE = ("linear", "each", "columns", "tiles")  # of GEMM inputs, as `tensor_table.element_bytes` names it
 DEFERRED_GEMMS = ("dense", "grouped")  # GEMMs whose weight gradients may be deferred
 UNQUANTIZED_STEPS = ("embed", "route", "predict")
+AS_THE_RUN = OptimizerGroup()  # options of parameters that no entry matches
 LAYER_STACKS: dict[str, LayerStack] = {"moefold": MOEFOLD_STACK, "megatron": MEGATRON_STACK}
 
 
@@ -191,14 +193,22 @@ class PieceCount:
         return total
 
 
+class GroupMark(NamedTuple):
+    """What `optim.groups` says of a weight, as far as its costs depend on it."""
+
+    frozen: bool
+    rule: str | None
+
+
 class LayerKind(NamedTuple):
-    """What tells the costs of layers apart."""
+    """What tells the costs of layers apart. `groups`: of each weight; empty without `optim.groups`."""
 
     is_moe: bool
     window: int
     recipes: LayerRecipes
     recomputed: frozenset[str]
     offloaded: frozenset[str]
+    groups: tuple[GroupMark, ...]
 
 
 @lru_cache(maxsize=256)
@@ -207,9 +217,10 @@ def first_alike_layers(
     precision: PrecisionConfig = PLAIN_PRECISION,
     recompute: tuple[str, ...] = (),
     offload: tuple[str, ...] = (),
+    groups: tuple[str, ...] = (),
 ) -> tuple[int, ...]:
     """For each layer, the first layer of the same kind (dense or MoE, sliding window, recipes, recomputed and offloaded
-    regions). MTP layers come last."""
+    regions, groups of its weights). MTP layers come last."""
     first: dict[LayerKind, int] = {}
     alike: list[int] = []
     recipes_by_layer = recipes_of_layers(model, precision)
@@ -220,10 +231,40 @@ def first_alike_layers(
             recipes=recipes,
             recomputed=regions_in_layer(recompute, layer),
             offloaded=frozenset() if is_last_layer(model, layer) else regions_in_layer(offload, layer),
+            groups=groups_in_layer(model, layer, groups),
         )
         same = first.setdefault(kind, layer)
         alike.append(same)
     return tuple(alike)
+
+
+def groups_in_layer(model: ModelConfig, layer: int, groups: tuple[str, ...]) -> tuple[GroupMark, ...]:
+    if not groups:
+        return ()
+    entries = parse_groups(groups)
+    piece = "t" if layer < model.layers else "m"
+    marks: list[GroupMark] = []
+    for name, _ in named_weights(model, piece, layer):
+        group = first_match(entries, name) or AS_THE_RUN
+        marks.append(GroupMark(group.frozen, group.rule))
+    return tuple(marks)
+
+
+def named_weights(model: ModelConfig, piece: str, layer: int) -> Iterator[tuple[str, WeightSpec]]:
+    """The weights of a piece with their full names."""
+    for step in piece_steps(model, piece, layer):
+        prefix = name_prefix(model, piece, layer, step.name)
+        for weight in step.weights:
+            yield prefix + weight.name, weight
+
+
+def name_prefix(model: ModelConfig, piece: str, layer: int, step: str) -> str:
+    if piece in ("E", "L"):
+        return ""
+    if piece == "t":
+        return f"blocks.{layer}."
+    ahead = f"ahead.{layer - model.layers}."
+    return ahead if step in ("look_ahead", "set_aside") else f"{ahead}block."
 
 
 def is_last_layer(model: ModelConfig, layer: int) -> bool:

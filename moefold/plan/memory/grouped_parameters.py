@@ -3,105 +3,125 @@ one moment, any other parameter two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from moefold.anatomy.model_totals import parameter_shapes
-from moefold.anatomy.stage_contents import Stage, pipeline_stages
-from moefold.anatomy.step_specs import WeightSpec, embed_step, prefixed_steps
+from moefold.anatomy.step_specs import WeightSpec
 from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
-from moefold.config.run import Config, ModelConfig
-from moefold.plan.layer.layer_costs import parameter_class
-from moefold.plan.memory.rank_stages import RankStages
+from moefold.config.run import ModelConfig
+from moefold.plan.layer.layer_costs import AS_THE_RUN, ParameterClass, named_weights, parameter_class
+from moefold.plan.memory.rank_stages import RankStages, StagePieces
 from moefold.plan.memory.resident import ResidentState, moment_sizes, shard_count
 from moefold.plan.memory.run_setting import RunSetting
 
+Degrees = tuple[tuple[str, int], ...]  # of the axes that cut weights
 WORD_TABLES = ("embedding.weight", "head.weight")  # left to AdamW unless an entry says otherwise
 
-AS_THE_RUN = OptimizerGroup()  # options of parameters that no entry matches
+
+class ClassCount(NamedTuple):
+    """Elements of one class of parameters on a rank: all of them, the trained ones, those with a second moment."""
+
+    held: float
+    trained: float
+    second: float
 
 
-@dataclass
-class GroupedCounts:
-    """Elements on a rank: of weights and of optimizer state; of both, those that are trained; and of second moments."""
-
-    weights: float = 0.0
-    trained: float = 0.0
-    state: float = 0.0
-    trained_state: float = 0.0
-    second_moments: float = 0.0
+NONE_COUNTED = ClassCount(0.0, 0.0, 0.0)
+RankClasses = Mapping[ParameterClass, ClassCount]
 
 
 def with_groups(s: RunSetting, rank: RankStages, state: ResidentState) -> ResidentState:
     """The state of a rank without what frozen parameters and rules of groups do not have. What products with frozen
     weights save for backward is not told apart."""
-    if not s.optim.groups or s.config.lora.rank:
+    if not effective_groups(s):
         return state
-    counts = grouped_counts(s, rank)
-    trained = counts.trained / counts.weights
-    trained_state = counts.trained_state / counts.state
+    classes = rank_classes(s, rank)
+    whole = sum_counts(classes.values())
+    shares = sum_counts(owned_by_rank(s, classes))
+    trained = whole.trained / whole.held
+    trained_state = shares.trained / shares.held
+    with_gradients = trained_state if s.choices.sharding == "fsdp" else trained
     first, second = moment_sizes(s.optim)
     return replace(
         state,
         share=state.share * trained_state,
         reduced=state.reduced * trained_state,
-        gradients=state.gradients * trained,
+        gradients=state.gradients * with_gradients,
         main=state.main * trained_state,
-        moments=counts.trained_state * first + counts.second_moments * second,
+        moments=shares.trained * first + shares.second * second,
         trained=trained,
     )
 
 
-def grouped_counts(s: RunSetting, rank: RankStages) -> GroupedCounts:
-    degrees = s.portion.degrees
+def effective_groups(s: RunSetting) -> tuple[str, ...]:
+    """`optim.groups` where parameters of the model are trained, not adapters."""
+    return () if s.config.lora.rank else s.optim.groups
+
+
+def owned_by_rank(s: RunSetting, classes: RankClasses) -> Iterator[ClassCount]:
+    """Of each class, the elements whose optimizer state is on this rank."""
     is_sharded = s.choices.sharding != "none"
-    entries = parse_groups(s.optim.groups)
-    counts = GroupedCounts()
-    for name, weight in rank_weights(s.config, rank):
-        held = prod(weight.part(degrees))
-        shards = shard_count(s, parameter_class(weight, degrees)) if is_sharded else 1
-        counts.weights += held
-        counts.state += held / shards
-        group = first_match(entries, name) or AS_THE_RUN
-        if group.frozen:
-            continue
-        counts.trained += held
-        counts.trained_state += held / shards
-        if not is_updated_by_muon(s, group, weight):
-            counts.second_moments += held / shards
-    return counts
+    for kind, count in classes.items():
+        shards = shard_count(s, kind) if is_sharded else 1
+        yield ClassCount(*(elements / shards for elements in count))
 
 
-def rank_weights(config: Config, rank: RankStages) -> Iterator[tuple[str, WeightSpec]]:
-    """Every weight of a rank, with its full name."""
-    stages = pipeline_stages(config)
-    own = [stages[number] for number in rank.numbers]
-    for prefix, step in prefixed_steps(config.model):
-        if any(has_step(stage, prefix, step.name) for stage in own):
-            for weight in step.weights:
-                yield prefix + weight.name, weight
+def sum_counts(counts: Iterable[ClassCount]) -> ClassCount:
+    columns = zip(*counts, strict=True)
+    return ClassCount(*map(sum, columns))
+
+
+def rank_classes(s: RunSetting, rank: RankStages) -> RankClasses:
+    """Parameters of a rank by class."""
+    groups = effective_groups(s)
+    pieces = [piece for stage in rank.pieces for piece in stage]
     if rank.copies_embedding:
-        [embedding] = embed_step(config.model).weights
-        yield embedding.name, embedding
+        pieces.append(("E", 0))
+    degrees = tuple(s.portion.degrees.items())
+    return count_classes(s.model, groups, s.optim.rule, degrees, tuple(pieces))
 
 
-def has_step(stage: Stage, prefix: str, name: str) -> bool:
-    if name == "embed":
-        return stage.embeds
-    if name == "predict":
-        return stage.predicts
-    kind, number, *_ = prefix.split(".")
-    if kind == "blocks":
-        return int(number) in stage.layers
-    return int(number) + 1 in stage.ahead
+@lru_cache(maxsize=4096)  # a search asks for a rank with every layout and recompute
+def count_classes(
+    model: ModelConfig, groups: tuple[str, ...], rule: str, degrees: Degrees, pieces: StagePieces
+) -> RankClasses:
+    total: dict[ParameterClass, ClassCount] = {}
+    for (piece, layer), times in Counter(pieces).items():
+        for kind, count in piece_classes(model, groups, rule, degrees, piece, layer).items():
+            more = ClassCount(*(times * elements for elements in count))
+            known = total.get(kind, NONE_COUNTED)
+            total[kind] = sum_counts([known, more])
+    return total
 
 
-def is_updated_by_muon(s: RunSetting, group: OptimizerGroup, weight: WeightSpec) -> bool:
+@lru_cache(maxsize=4096)
+def piece_classes(
+    model: ModelConfig, groups: tuple[str, ...], rule: str, degrees: Degrees, piece: str, layer: int
+) -> RankClasses:
+    entries = parse_groups(groups)
+    sizes = dict(degrees)
+    classes: dict[ParameterClass, ClassCount] = {}
+    for name, weight in named_weights(model, piece, layer):
+        held = prod(weight.part(sizes))
+        group = first_match(entries, name) or AS_THE_RUN
+        trained = 0.0 if group.frozen else held
+        second = 0.0 if is_updated_by_muon(rule, group, weight) else trained
+        kind = parameter_class(weight, sizes)
+        known = classes.get(kind, NONE_COUNTED)
+        count = ClassCount(held, trained, second)
+        classes[kind] = sum_counts([known, count])
+    return classes
+
+
+def is_updated_by_muon(rule: str, group: OptimizerGroup, weight: WeightSpec) -> bool:
     """Whether Muon updates a parameter: asked for by its entry, or as the rule of the run, if it is a matrix between
     hidden vectors."""
-    if group.rule is not None or s.optim.rule != "muon":
+    if group.rule is not None or rule != "muon":
         return group.rule == "muon"
     if not weight.is_matrix or weight.name in WORD_TABLES:
         return False

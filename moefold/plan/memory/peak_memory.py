@@ -86,11 +86,11 @@ def memory_by_rank(s: RunSetting, ranks: Iterable[int] | None = None) -> list[Ra
     all_stages = stages_by_rank(s.config)
     if ranks is None:
         ranks = range(len(all_stages))
-    costs: dict[tuple[RankKind, int], RankKindCosts] = {}  # most ranks of a pipeline are of a few kinds
+    costs: dict[RankKind, RankKindCosts] = {}  # most ranks of a pipeline are of a few kinds
     memory: list[RankMemory] = []
     for number in ranks:
         stages = all_stages[number]
-        kind = stages.kind, number if s.optim.groups else 0  # groups may differ by layer
+        kind = stages.kind
         if kind not in costs:
             costs[kind] = rank_kind_costs(s, stages)
         of_rank = rank_memory(s, number, stages, costs[kind])

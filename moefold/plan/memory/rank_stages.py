@@ -17,11 +17,12 @@ StagePieces = tuple[tuple[str, int], ...]  # letters as in a layout, each with t
 BackwardStep = tuple[float, float, float]  # bytes freed so far, parameters with gradients, workspace
 
 
-class MemoryEntries(NamedTuple):
-    """Entries of `memory` by which layers differ."""
+class LayerEntries(NamedTuple):
+    """Entries of `memory` and `optim.groups` by which layers differ."""
 
     recompute: tuple[str, ...]
     offload: tuple[str, ...]
+    groups: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,8 @@ class StageCount:
     backward_steps: tuple[BackwardStep, ...]
 
 
-def pieces_of_stage(
-    model: ModelConfig, stage: Stage, precision: PrecisionConfig, policies: MemoryEntries
-) -> StagePieces:
-    alike = first_alike_layers(model, precision, *policies)
+def pieces_of_stage(model: ModelConfig, stage: Stage, precision: PrecisionConfig, entries: LayerEntries) -> StagePieces:
+    alike = first_alike_layers(model, precision, *entries)
     pieces: list[tuple[str, int]] = []
     if stage.embeds:
         pieces.append(("E", 0))
@@ -150,8 +149,8 @@ def stages_by_rank(config: Config) -> list[RankStages]:
     seq_len = config.data.seq_len
     places = (seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
     of_some_layers = tuple(entry for entry in config.memory.recompute if "@" in entry)
-    policies = MemoryEntries(of_some_layers, config.memory.offload)
-    return arrange_stages(config.model, *places, config.precision, policies)
+    entries = LayerEntries(of_some_layers, config.memory.offload, config.optim.groups)
+    return arrange_stages(config.model, *places, config.precision, entries)
 
 
 @lru_cache(maxsize=4096)
@@ -163,7 +162,7 @@ def arrange_stages(
     schedule: str,
     layout: str,
     precision: PrecisionConfig,
-    policies: MemoryEntries,
+    entries: LayerEntries,
 ) -> list[RankStages]:
     """Stages of every rank. Cached: an even cut takes milliseconds, and a search needs the same cut often."""
     pipeline = PipelineConfig(schedule=schedule, vpp=vpp, layout=layout)  # pyright: ignore[reportArgumentType]
@@ -177,20 +176,20 @@ def arrange_stages(
         stages_of[rank].append(stage)
     by_rank: list[RankStages] = []
     for rank in range(pp):
-        of_rank = rank_stages(model, stages_of[rank], precision, policies)
+        of_rank = rank_stages(model, stages_of[rank], precision, entries)
         by_rank.append(of_rank)
     return by_rank
 
 
 def rank_stages(
-    model: ModelConfig, stages: list[Stage], precision: PrecisionConfig, policies: MemoryEntries
+    model: ModelConfig, stages: list[Stage], precision: PrecisionConfig, entries: LayerEntries
 ) -> RankStages:
     embeds = any(stage.embeds for stage in stages)
     reads_embedding = any(stage.uses_embedding for stage in stages)
     has_tied_head = model.tied_head and any(stage.predicts for stage in stages)
     return RankStages(
         numbers=tuple(stage.number for stage in stages),
-        pieces=tuple(pieces_of_stage(model, stage, precision, policies) for stage in stages),
+        pieces=tuple(pieces_of_stage(model, stage, precision, entries) for stage in stages),
         copies_embedding=(reads_embedding or has_tied_head) and not embeds,
         aside=max(stage.aside for stage in stages),
     )

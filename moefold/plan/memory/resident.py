@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, prod
+from typing import NamedTuple
 
 from moefold.anatomy.adapters import adapter_specs
 from moefold.anatomy.frozen_base import base_size
-from moefold.config.run import OptimConfig
+from moefold.config.run import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from moefold.layout.placement import GRID_AXES
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.memory.rank_stages import RankStages, StageCount
@@ -88,23 +90,44 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
 def with_adapters(s: RunSetting, base: ResidentState) -> ResidentState:
     """The state of a rank that trains adapters beside the frozen weights of `base`. Adapters, and weights in blocks,
     are counted as if spread evenly over pipeline ranks, adapters shared out among replicas as the base would be."""
-    specs = adapter_specs(s.config)
-    adapters = sum(spec.parameters for spec in specs) / s.parallel.pp
+    adapters, saved = adapter_sizes(s)
     trained = adapters / base.parameters
-    wide = s.recipe.wide
-    blocks = base_size(s.config, wide)
-    saved = (blocks.weights * wide - blocks.bytes) / s.parallel.pp
     return replace(
         base,
         parameters=base.parameters + adapters,
         share=base.share * trained,
         reduced=base.reduced * trained,
-        weights=base.weights - saved + adapters * wide,
+        weights=base.weights - saved + adapters * s.recipe.wide,
         gradients=base.gradients * trained,
         main=base.main * trained,
         moments=base.moments * trained,
         trained=trained,
     )
+
+
+class AdapterSizes(NamedTuple):
+    """Adapters of a pipeline rank: their parameters, and the bytes that the base saves by being held in blocks."""
+
+    parameters: float
+    saved: float
+
+
+def adapter_sizes(s: RunSetting) -> AdapterSizes:
+    p = s.parallel
+    cut = ParallelConfig(tp=p.tp, ep=p.ep, etp=p.etp)
+    of_all_stages = sum_adapters(s.model, s.config.lora, cut, s.recipe.wide)
+    parameters, saved = [size / p.pp for size in of_all_stages]
+    return AdapterSizes(parameters, saved)
+
+
+@lru_cache(maxsize=256)  # a search asks for them with every layout
+def sum_adapters(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig, wide: float) -> AdapterSizes:
+    """Sizes of a rank that has all layers."""
+    config = Config(model=model, lora=lora, parallel=parallel)
+    specs = adapter_specs(config)
+    blocks = base_size(config, wide)
+    saved = blocks.weights * wide - blocks.bytes
+    return AdapterSizes(sum(spec.parameters for spec in specs), saved)
 
 
 def main_weight_bytes(s: RunSetting, count: float, quantized: float) -> float:

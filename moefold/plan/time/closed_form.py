@@ -27,10 +27,23 @@ from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.machine.cluster import Cluster
+from moefold.plan.memory.grouped_parameters import (
+    ClassCount,
+    effective_groups,
+    owned_by_rank,
+    rank_classes,
+    sum_counts,
+)
 from moefold.plan.memory.peak_memory import CUBLAS_WORKSPACE, PIPELINE_MESSAGES
-from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
-from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
-from moefold.plan.memory.run_setting import GIB, RunSetting, defers_weight_gradients, microbatches_per_step
+from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
+from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, adapter_sizes, moment_sizes
+from moefold.plan.memory.run_setting import (
+    GIB,
+    RunSetting,
+    agree_on_sharding,
+    defers_weight_gradients,
+    microbatches_per_step,
+)
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds
 from moefold.plan.time.step_times import StepClock
@@ -44,10 +57,12 @@ BOUNDED_SCHEDULES = ("1f1b", "interleaved")  # of other schedules only the work 
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """A model cut over its pipeline ranks: its distinct stages, and for each rank the numbers of its stages."""
+    """A model cut over its pipeline ranks: its distinct stages, and for each rank the numbers of its stages among
+    them."""
 
     stages: tuple[StagePieces, ...]
     by_rank: tuple[StageNumbers, ...]
+    ranks: tuple[RankStages, ...]
 
     @cached_property
     def kinds(self) -> set[PieceKind]:
@@ -68,7 +83,8 @@ class PipelineCut:
 def cut_pipeline(config: Config) -> PipelineCut:
     numbers: dict[StagePieces, int] = {}
     by_rank: list[StageNumbers] = []
-    for rank in stages_by_rank(config):
+    ranks = stages_by_rank(config)
+    for rank in ranks:
         stages: list[int] = []
         for pieces in rank.pieces:
             next_number = len(numbers)
@@ -76,7 +92,7 @@ def cut_pipeline(config: Config) -> PipelineCut:
             stages.append(number)
         by_rank.append(tuple(stages))
     distinct = tuple(numbers)
-    return PipelineCut(distinct, tuple(by_rank))
+    return PipelineCut(distinct, tuple(by_rank), tuple(ranks))
 
 
 class PipelineShape(NamedTuple):
@@ -115,6 +131,7 @@ def pipeline_shape(s: RunSetting) -> PipelineShape:
 
 def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
     """A setting without a simulated program, which closed forms do not need. The dispatcher must be chosen."""
+    choices = agree_on_sharding(config, choices)
     microbatches = microbatches_per_step(config, world)
     defers_wgrad = defers_weight_gradients(config, choices, config.pipeline.defer)
     dispatcher = config.parallel.dispatcher
@@ -432,7 +449,9 @@ def least_rank_gib(s: RunSetting, cut: PipelineCut, stages: StageMemories) -> fl
     for rank in cut.distinct_ranks:
         numbers = cut.by_rank[rank]
         held = [stages[number] for number in numbers]
-        most = max(most, least_rank_bytes(s, held, rank))
+        state = least_rank_state(s, cut.ranks[rank], held)
+        activations = least_activation_bytes(s, held, rank)
+        most = max(most, least_rank_bytes(s, state, activations))
     needed = most + least_buffer_bytes(s) + s.outside
     return needed / GIB
 
@@ -444,43 +463,56 @@ def least_buffer_bytes(s: RunSetting) -> float:
     return CUBLAS_WORKSPACE + PIPELINE_MESSAGES * message
 
 
-def least_rank_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
-    state = least_state_bytes(s)
-    gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
-    wide = s.recipe.wide
-    is_fsdp = s.choices.sharding == "fsdp"
-    grids = GridParameters.of_stages(stages)
-    # Weights and gradients whole or sharded, optimizer state sharded over the replicas of its grid.
-    weights = 0.0
-    gradients = 0.0
-    states = 0.0
-    for grid, count in grids._asdict().items():
-        share = owned_state_share(s, grid)
-        held = count * share if is_fsdp else count
-        weights += held * wide
-        gradients += held * gradient
-        states += count * share * state
-    if not is_fsdp:
-        weights += sum(stage.copies for stage in stages)
-        if s.keeps_only_quantised:
-            quantized = sum(stage.quantized for stage in stages)
-            weights -= wide * quantized
-    activations = least_activation_bytes(s, stages, rank)
+def least_rank_bytes(s: RunSetting, state: LeastState, activations: float) -> float:
+    resident = state.weights + state.optimizer
     if s.frees_gradients:
-        return weights + states + activations
+        return resident + activations
     if s.grows_gradients:  # they are allocated while activations are freed
-        return weights + states + max(gradients, activations)
-    return weights + states + gradients + activations
+        return resident + max(state.gradients, activations)
+    return resident + state.gradients + activations
 
 
-def least_state_bytes(s: RunSetting) -> float:
-    """Bytes of optimizer state of a parameter, on the device."""
+class LeastState(NamedTuple):
+    """Bytes on the device of a rank's weights, gradients and optimizer state."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def least_rank_state(s: RunSetting, rank: RankStages, stages: StageMemories) -> LeastState:
+    """Resident bytes of a rank. Frozen parameters have weights alone; where adapters are trained, nothing else is."""
+    classes = rank_classes(s, rank)
+    whole = sum_counts(classes.values())
+    owned = sum_counts(owned_by_rank(s, classes))
+    here = owned if s.choices.sharding == "fsdp" else whole
+    wide = s.recipe.wide
+    in_copies = sum(stage.copies for stage in stages)
+    if s.keeps_only_quantised:
+        in_copies -= wide * sum(stage.quantized for stage in stages)
+    weights = here.held * wide + in_copies * here.held / whole.held
+    gradients = here.trained * STATE_ELEMENT_BYTES[s.optim.gradients]
+    optimizer = least_optimizer_bytes(s, owned)
+    if not s.config.lora.rank:
+        return LeastState(weights, gradients, optimizer)
+    adapters, saved = adapter_sizes(s)
+    trained = adapters / whole.held
+    with_adapters = weights - saved + adapters * wide
+    return LeastState(with_adapters, gradients * trained, optimizer * trained)
+
+
+def least_optimizer_bytes(s: RunSetting, owned: ClassCount) -> float:
+    """Bytes of main weights and moments on the device. Without groups, Muon's plan does not tell norms apart."""
     if s.states_on_host:
         return 0.0
-    moments = fewest_moment_bytes(s.optim)
+    first, second = moment_sizes(s.optim)
+    has_second = s.optim.rule != "muon" or effective_groups(s)
+    moments = owned.trained * first
+    if has_second:
+        moments += owned.second * second
     has_main = s.recipe.wide < 4
     main = MAIN_WEIGHT_BYTES[s.optim.main] if has_main else 0
-    return main + moments
+    return owned.trained * main + moments
 
 
 def least_activation_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
