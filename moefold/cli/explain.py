@@ -37,6 +37,7 @@ from moefold.config.precision_recipes import is_fp8
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
 from moefold.data.regrouped_samples import context_shape
+from moefold.data.run_corpus import foretold_cuts
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts, shares_sequences
@@ -133,6 +134,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "adapters": describe_adapters(config),
         "seq_len": config.data.seq_len,
         "packing": describe_packing(config),
+        "cuts": foretold_cuts(config),
         "context": describe_context(config, ranks),
         "objective": describe_objective(config),
         "facts": asdict(facts),
@@ -447,6 +449,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(adapter_line(explanation["adapters"]))
     if explanation["packing"]:
         console.print(escape(f"packing: {explanation['packing']}"))
+    if explanation["cuts"]:
+        console.print(escape(f"samples: {explanation['cuts']}"))
     if explanation["context"]:
         console.print(escape(f"dynamic context: {explanation['context']}"))
     if explanation["objective"]:

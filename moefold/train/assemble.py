@@ -22,14 +22,15 @@ from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
-from moefold.data.corpus import Corpus, load_corpus
+from moefold.data.corpus import Corpus
 from moefold.data.flops_price import FlopsPrice
 from moefold.data.loader import BatchLoader, RegroupedLoader
 from moefold.data.packed_sequences import PackedSequences
-from moefold.data.prepared_corpus import PreparedCorpus, open_prepared, tokenizer_of_prepared
+from moefold.data.prepared_corpus import PreparedCorpus
 from moefold.data.regrouped_samples import RegroupedSamples, context_shape, largest_group_length
+from moefold.data.run_corpus import open_corpus, tokenizer_of_run
 from moefold.data.sequences import Sequences
-from moefold.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
+from moefold.data.tokenizer import Tokenizer, load_tokenizer
 from moefold.dispatch.build import build_dispatcher, choose_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
@@ -133,7 +134,7 @@ def assemble_run(
     config, dispatcher_reason = resolve_dispatcher(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
-    text = corpus or open_corpus(config, tokenizer)
+    text = corpus or open_corpus(config.data, tokenizer, config.model.vocab)
     if world.size > 1:
         require_agreement({"fingerprint of the data": text.fingerprint()}, world)
     loader, validation = make_loaders(config, text, world)
@@ -237,18 +238,11 @@ def resolve_dispatcher(config: Config, world: World) -> tuple[Config, str]:
 
 def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:
     """The configuration with the tokenizer of its text. A given corpus has no text: auto means bytes, for samples."""
-    tokenizer = choose_tokenizer(config.data, config.model.vocab)
     if config.data.tokenizer == "auto" and corpus is not None:
         tokenizer = "byte"
-    elif config.data.tokenizer == "auto" and config.data.source == "prepared":
-        tokenizer = tokenizer_of_prepared(config.data)
+    else:
+        tokenizer = tokenizer_of_run(config.data, config.model.vocab)
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
-
-
-def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus | PreparedCorpus:
-    if config.data.source == "prepared":
-        return open_prepared(config.data, tokenizer, config.model.vocab)
-    return load_corpus(config.data, tokenizer, config.model.vocab)
 
 
 def make_loaders(config: Config, corpus: Corpus | PreparedCorpus, world: World) -> tuple[BatchLoader, BatchLoader]:

@@ -25,6 +25,7 @@ from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import config_as_yaml, read_yaml_mapping
 from moefold.config.run import Config
 from moefold.data.cut_samples import cut_text
+from moefold.data.run_corpus import cut_samples_of
 from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
 from moefold.dispatch.price import clones_in_words
 from moefold.layout.axes import World
@@ -257,13 +258,9 @@ def source_lines(run: Run) -> list[str]:
 
 def cut_lines(run: Run) -> list[str]:
     """How many samples `data.seq_len` cuts, where packing leaves out their rest."""
-    packed = run.loader.packed
-    if packed is None or run.config.data.format == "preferences":  # those are never cut
-        return []
-    cuts = packed.cut_samples()
-    if not cuts.cut:
-        return []
-    return [f"warning: {cut_text(cuts, packed.seq_len)}"]
+    data = run.config.data
+    cuts = cut_samples_of(run.loader.packed, data)
+    return [f"warning: {cut_text(cuts, data.seq_len)}"] if cuts.cut else []
 
 
 @dataclass(frozen=True)

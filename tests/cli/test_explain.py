@@ -44,6 +44,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "adapters",
         "seq_len",
         "packing",
+        "cuts",
         "context",
         "objective",
         "facts",
