@@ -245,11 +245,13 @@ def weights_are_of_prepared_sources(c: ConfigOnRanks) -> bool:
 @CROSS_FIELD_RULES.rule(
     "samples are read from files",
     ("data.format", "data.source"),
-    why="chats, pairs and preferences are lines of files; prepared data has its masks already",
+    why="samples are lines of files; prepared chats and pairs have their masks already",
     fix="set data.format to text",
 )
 def samples_are_read_from_files(c: ConfigOnRanks) -> bool:
-    return c.data.format == "text" or c.data.source not in ("stdlib", "zipf", "prepared")
+    if c.data.source == "prepared":
+        return c.data.format in ("text", "preferences")
+    return c.data.format == "text" or c.data.source not in ("stdlib", "zipf")
 
 
 @CROSS_FIELD_RULES.rule(

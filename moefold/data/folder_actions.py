@@ -18,6 +18,7 @@ from moefold.data.shards import Shard
 from moefold.data.tokenizer import choose_tokenizer
 
 SHOWN_PROBLEMS = 5
+PREFERENCE_KEYS = " --data.format preferences --data.attend document --data.packing best_fit --train.objective dpo"
 
 
 def prepare_sources(
@@ -28,8 +29,6 @@ def prepare_sources(
     say: Printer,
 ) -> None:
     """Tokenize sources into a folder, with so many workers; 0: one for each CPU core."""
-    if config.data.format == "preferences":
-        raise UserError("data.format = preferences is not prepared; train on the files: --data.source files")
     data = replace(config.data, source="files", files=sources)
     tokenizer = choose_tokenizer(data, config.model.vocab)
     data = replace(data, tokenizer=tokenizer)
@@ -38,7 +37,8 @@ def prepare_sources(
     describe_folder(out, say)
     if index.skipped:
         list_skipped(out, index.skipped, say)
-    say(f"train on it with: moefold train --data.source prepared --data.files {out}")
+    further = PREFERENCE_KEYS if index.holds == "preferences" else ""
+    say(f"train on it with: moefold train --data.source prepared --data.files {out}{further}")
 
 
 def list_skipped(out: Path, count: int, say: Printer) -> None:
@@ -53,7 +53,8 @@ def list_skipped(out: Path, count: int, say: Printer) -> None:
 
 def describe_folder(folder: Path, say: Printer) -> None:
     index = read_index(folder)
-    tokens = f"{index.tokens('train'):,} tokens in {index.documents('train'):,} documents"
+    kind = "preferences" if index.holds == "preferences" else "documents"
+    tokens = f"{index.tokens('train'):,} tokens in {index.documents('train'):,} {kind}"
     held_out = f"{index.tokens('held_out'):,} held out in {index.documents('held_out'):,}"
     shards = [*index.shards["train"], *index.shards["held_out"]]
     size = index.token_type.itemsize

@@ -6,18 +6,29 @@ from __future__ import annotations
 import numpy as np
 
 from moefold.config.errors import UserError
-from moefold.data.document_stream import Window
+from moefold.data.document_stream import DocumentStream, Window
 from moefold.data.sequences import MemoryDocuments
 
 
 class PreferenceDocuments(MemoryDocuments):
-    """Documents whose halves see nothing of each other."""
+    """Documents in memory whose halves see nothing of each other."""
 
     def read(self, start: int, end: int) -> Window:
-        window = super().read(start, end)
-        half = rejected_half(window.mask)
-        window.begins[half:] = half
-        return window
+        return separate_halves(super().read(start, end))
+
+
+class PreferenceStream(DocumentStream):
+    """The same of a prepared source."""
+
+    def read(self, start: int, end: int) -> Window:
+        return separate_halves(super().read(start, end))
+
+
+def separate_halves(window: Window) -> Window:
+    """The window of a whole document, whose rejected half begins a document of its own."""
+    half = rejected_half(window.mask)
+    window.begins[half:] = half
+    return window
 
 
 def rejected_half(mask: np.ndarray | None) -> int:

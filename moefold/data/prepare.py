@@ -44,6 +44,7 @@ SHARD_TOKENS = 1 << 24
 SHARD_DOCUMENTS = 1 << 18
 PROGRESS_SECONDS = 2.0
 PLAN_NAME, RECORDS = "plan.json", "parts"
+FOLDERS_OF_FORMATS = {"text": "text", "preferences": "preferences"}  # what a folder of a `data.format` holds
 
 Part = list[Piece]
 SideShards = dict[str, list[ShardFacts]]
@@ -353,7 +354,7 @@ def finish_folder(job: PrepareJob, tokenizer: Tokenizer, plan: str, parts: int) 
         sources=job.data.files,
         skipped=len(skipped),
         shards=stored,
-        has_masks=job.data.format != "text",
+        holds=FOLDERS_OF_FORMATS.get(job.data.format, "samples"),
     )
     write_index(job.out, index)
     for number in range(parts):

@@ -7,6 +7,7 @@ mixture says which of them gives each sequence. Held-out shards of all folders a
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ from moefold.config.errors import UserError
 from moefold.config.mixture_weights import parse_weights
 from moefold.config.run import DataConfig
 from moefold.data.corpus import refuse_large_tokenizer
+from moefold.data.cut_samples import cut_text
 from moefold.data.document_stream import DocumentStream, ShardPlace, shard_places
 from moefold.data.mixture import WHOLE, Mixture
 from moefold.data.packed_sequences import PackedSequences, PackedSource
+from moefold.data.preferences import PreferenceStream
 from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index, saved_tokenizer, vocabulary_digest
 from moefold.data.sample_batches import packing_kind
 from moefold.data.sequences import MixedSequences, NamedStream
@@ -52,22 +55,24 @@ class PreparedCorpus:
             groups = [[source] for source in self.sources]
         streams: list[NamedStream] = []
         for group in groups:
-            stream = make_stream(group, "train", data.seq_len, seed)
+            stream = make_stream(group, "train", data, seed)
             streams.append(stream)
         mixture = Mixture(phases, batch)
         return mix_streams(streams, mixture, data)
 
     def packed_sequences(self, data: DataConfig, seed: int, batch: int) -> PackedSequences:
         windows = self.train_sequences(data, seed, batch)
-        sources: list[PackedSource] = []
-        for name, digest, stream in windows.sources:
-            sources.append(PackedSource(digest, stream, name, stream.tokens))
-        return packing_kind(data)(windows, sources, windows.mixture, batch, data.packing)
+        return pack_streams(windows, data, batch)
 
-    def held_out_sequences(self, data: DataConfig) -> MixedSequences:
-        stream = make_stream(self.sources, "held_out", data.seq_len, seed=0)
+    def held_out_sequences(self, data: DataConfig) -> MixedSequences | PackedSequences:
+        """Preferences are packed, never cut."""
+        stream = make_stream(self.sources, "held_out", data, seed=0)
         mixture = Mixture(WHOLE, batch=1)
-        return mix_streams([stream], mixture, data)
+        windows = mix_streams([stream], mixture, data)
+        if data.format != "preferences":
+            return windows
+        in_bins = replace(data, batch_of="sequences")
+        return pack_streams(windows, in_bins, windows.windows)
 
     def fingerprint(self) -> str:
         """The digests of the folders' tokens, in order."""
@@ -80,10 +85,31 @@ def mix_streams(streams: list[NamedStream], mixture: Mixture, data: DataConfig) 
     return MixedSequences(streams, mixture, data.seq_len, has_documents)
 
 
+def pack_streams(windows: MixedSequences, data: DataConfig, batch: int) -> PackedSequences:
+    """Bins of documents in place of windows."""
+    sources: list[PackedSource] = []
+    for name, digest, stream in windows.sources:
+        sources.append(PackedSource(digest, stream, name, stream.tokens))
+    packed = packing_kind(data)(windows, sources, windows.mixture, batch, data.packing)
+    if data.format == "preferences":
+        refuse_cuts(packed)
+    return packed
+
+
+def refuse_cuts(packed: PackedSequences) -> None:
+    """Refuse preferences that are longer than a bin: half of one would be compared with nothing."""
+    cuts = packed.cut_samples()
+    if cuts.cut:
+        raise UserError(
+            f"{cut_text(cuts, packed.seq_len)}, since preferences are never cut, or prepare them again with "
+            f"--data.seq_len {packed.seq_len} --data.skip_bad true, which leaves those out"
+        )
+
+
 def make_stream(
     sources: list[PreparedSource],
     side: str,
-    seq_len: int,
+    data: DataConfig,
     seed: int,
 ) -> NamedStream:
     """The stream of one side of some folders, as one source."""
@@ -98,7 +124,8 @@ def make_stream(
     identity = mix_keys(*keys)
     name = "+".join(names)
     digest = f"{identity:016x}"
-    stream = DocumentStream(places, seq_len, seed, identity)
+    kind = PreferenceStream if data.format == "preferences" else DocumentStream
+    stream = kind(places, data.seq_len, seed, identity)
     return NamedStream(name, digest, stream)
 
 
@@ -139,8 +166,24 @@ def refuse_misfit(source: PreparedSource, data: DataConfig, tokenizer: Tokenizer
             f"data.held_out = {data.held_out:g}, but {source.folder} was prepared with {index.held_out:g}; "
             f"set data.held_out to {index.held_out:g}, or prepare the data again"
         )
+    refuse_other_samples(source, data)
     if not index.shards["train"]:
         raise UserError(f"{source.folder} holds no tokens to train on; expected a prepared text")
+
+
+def refuse_other_samples(source: PreparedSource, data: DataConfig) -> None:
+    """Refuse preferences for an objective that would learn rejected responses, and others for one that compares."""
+    holds = source.index.holds
+    if data.format == "preferences" and holds != "preferences":
+        raise UserError(
+            f"data.format = preferences, but {source.folder} was prepared of {holds}; "
+            "prepare it again with --data.format preferences"
+        )
+    if holds == "preferences" and data.format != "preferences":
+        raise UserError(
+            f"{source.folder} holds preferences, but data.format = {data.format}; "
+            "set data.format to preferences and train.objective to dpo"
+        )
 
 
 def require_shards(source: PreparedSource) -> None:

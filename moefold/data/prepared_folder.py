@@ -20,7 +20,8 @@ from moefold.config.errors import UserError, printable_text
 from moefold.data.shards import ShardFacts, write_durably
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-FORMAT, VERSION, MASKED_VERSION = "moefold-tokens", 1, 2  # a folder with masks is of a version of its own
+FORMAT = "moefold-tokens"
+VERSIONS = {"text": 1, "samples": 2, "preferences": 3}  # by what a folder holds: a reader of texts must refuse masks
 INDEX_NAME = "index.json"
 LARGEST_COUNT = 1 << 48
 TOKEN_DTYPES = ("|u1", "<u2", "<u4")  # as numpy writes them
@@ -31,7 +32,7 @@ SIDES = ("train", "held_out")
 @dataclass(frozen=True)
 class PreparedIndex:
     """The content of index.json. `plan`: digest of sources and settings; `vocabulary`: digest of the tokenizer;
-    `has_masks`: shards have masks of trained tokens."""
+    `holds`: texts, samples with masks of trained tokens, or preferences, which have masks too."""
 
     plan: str
     vocabulary: str
@@ -42,7 +43,11 @@ class PreparedIndex:
     sources: tuple[str, ...]
     skipped: int
     shards: dict[str, tuple[ShardFacts, ...]]  # by side
-    has_masks: bool = False
+    holds: str = "text"
+
+    @property
+    def has_masks(self) -> bool:
+        return self.holds != "text"
 
     def tokens(self, side: str) -> int:
         counts = [facts.tokens for facts in self.shards[side]]
@@ -64,10 +69,9 @@ class PreparedIndex:
 
 
 def write_index(folder: Path, index: PreparedIndex) -> None:
-    version = MASKED_VERSION if index.has_masks else VERSION
-    content: dict[str, Any] = {"format": FORMAT, "version": version}
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSIONS[index.holds]}
     content |= asdict(index)
-    del content["has_masks"]
+    del content["holds"]
     content["sha256"] = content_digest(content)
     text = json.dumps(content)
     write_durably(folder / INDEX_NAME, text.encode())
@@ -95,18 +99,19 @@ def read_index(folder: Path) -> PreparedIndex:
         raise UserError(f"{path} differs from what was written (sha256); copy it again, or prepare the data again")
     kind = content.pop("format", None)
     version = content.pop("version", None)
-    if kind != FORMAT or version not in (VERSION, MASKED_VERSION):
-        legal = f"{VERSION} or {MASKED_VERSION}"
+    held = [holds for holds, known in VERSIONS.items() if version == known]
+    if kind != FORMAT or not held:
+        legal = " or ".join(map(str, VERSIONS.values()))
         found = printable_text(f"{kind} of version {version}")
         raise UserError(f"{path} is {found}; expected {FORMAT} of version {legal}")
     try:
-        return parse_index(content, version == MASKED_VERSION)
+        return parse_index(content, held[0])
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         reason = printable_text(repr(error))
         raise UserError(f"{path} is no index of prepared data ({reason}); prepare the data again") from None
 
 
-def parse_index(content: dict[str, Any], has_masks: bool) -> PreparedIndex:
+def parse_index(content: dict[str, Any], holds: str) -> PreparedIndex:
     """The index that an object of JSON describes; what Python raises for other objects, where it is none."""
     sides: dict[str, tuple[ShardFacts, ...]] = {}
     for side in SIDES:
@@ -120,7 +125,7 @@ def parse_index(content: dict[str, Any], has_masks: bool) -> PreparedIndex:
     if content["dtype"] not in TOKEN_DTYPES:
         raise ValueError(f"dtype = {content['dtype']!r:.50}")
     sources = tuple(map(str, content["sources"]))
-    read = {**content, "sources": sources, "shards": sides, "has_masks": has_masks}
+    read = {**content, "sources": sources, "shards": sides, "holds": holds}
     return PreparedIndex(**read)
 
 

@@ -71,14 +71,17 @@ def text_field(fields: Mapping[str, Any], name: str, kind: str = "pairs") -> str
 class PreferenceReader:
     """Records with a prompt, a chosen and a rejected response, as texts or as messages. Both are one document, so that
     they stay together: the prompt with the chosen response, the end token, the prompt with the rejected response
-    (data/preferences.py). `name` is that of the tokenizer."""
-
-    identity = "preferences"
+    (data/preferences.py). `name` is that of the tokenizer, whose template decides the tokens if it has one."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int, name: str):
         self.tokenizer = tokenizer
         self.longest = longest
         self.name = name
+        try:
+            template = self.chats.identity
+        except UserError:
+            template = "texts"
+        self.identity = f"preferences of at most {longest} tokens, {template}"
 
     @cached_property
     def chats(self) -> ChatReader:
@@ -118,7 +121,7 @@ class PreferenceReader:
         return halves
 
     def encode(self, fields: dict[str, Any], name: str) -> np.ndarray:
-        ids = self.tokenizer.encode(text_field(fields, name, self.identity))
+        ids = self.tokenizer.encode(text_field(fields, name, "preferences"))
         if not len(ids):
             raise ValueError(f'has an empty "{name}"; expected a text')
         return ids

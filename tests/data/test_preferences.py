@@ -13,9 +13,12 @@ from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
 from moefold.data.corpus import load_corpus
 from moefold.data.preferences import rejected_half
+from moefold.data.prepared_folder import read_index
 from moefold.data.samples import PreferenceReader
+from moefold.data.sequences import Sequences
 from moefold.data.tokenizer import load_tokenizer
 from moefold.layout.labels import IGNORE_INDEX
+from tests.support.prepared import opened, prepared
 from tests.support.tiny_tokenizer import ENTRIES, write_tokenizer
 
 BYTES = load_tokenizer("byte", 256)
@@ -101,10 +104,15 @@ def test_bins_hold_whole_preferences_of_two_documents_each(tmp_path: Path):
     path = tmp_path / "preferences.jsonl"
     records = [{"prompt": "ab"[: 1 + i % 2], "chosen": "c" * (1 + i % 4), "rejected": "dd"} for i in range(60)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = DataConfig(source="files", files=(str(path),), format="preferences", tokenizer="byte", seq_len=SEQ)
-    data = DataConfig(**{**vars(data), "attend": "document", "packing": "best_fit", "held_out": 0.2})
-    corpus = load_corpus(data, BYTES, 256)
-    for sequences in (corpus.packed_sequences(data, 1, 4), corpus.held_out_sequences(data)):
+    settings: dict[str, Any] = {"format": "preferences", "seq_len": SEQ, "held_out": 0.2}
+    packed: dict[str, Any] = {**settings, "attend": "document", "packing": "best_fit"}
+    data = DataConfig(source="files", files=(str(path),), tokenizer="byte", **packed)
+    assert prepared(tmp_path / "out", path, **settings) == read_index(tmp_path / "out")
+    from_shards, of_shards = opened(tmp_path / "out", **packed)
+    rows: list[Sequences] = []
+    for corpus, source in ((load_corpus(data, BYTES, 256), data), (from_shards, of_shards)):
+        rows += [corpus.packed_sequences(source, 1, 4), corpus.held_out_sequences(source)]
+    for sequences in rows:
         for number in range(2):
             tokens, labels, begins, filled = sequences.arrays(number)
             assert begins is not None
@@ -115,6 +123,21 @@ def test_bins_hold_whole_preferences_of_two_documents_each(tmp_path: Path):
                 answer = BYTES.decode(shown[shown != IGNORE_INDEX].tolist())
                 assert answer.strip("\0") in ({"dd"} if response % 2 else {"c", "cc", "ccc", "cccc"})
                 assert BYTES.decode(tokens[first : first + 1].tolist()) == "a"
+
+
+def test_a_folder_of_pairs_is_not_compared_and_another_length_or_template_prepares_other_preferences(tmp_path: Path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "ab", "response": "cd"}\n' * 40)
+    prepared(tmp_path / "out", pairs, format="pairs")
+    with pytest.raises(UserError, match=r"was prepared of samples; prepare it again with --data\.format preferences"):
+        opened(tmp_path / "out", format="preferences")
+    write_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(path, ENTRIES)
+    identities = [PreferenceReader(tokenizer, longest, path).identity for longest in (8, 9, 9)]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    identities.append(PreferenceReader(tokenizer, 9, path).identity)
+    assert [identities.index(identity) for identity in identities] == [0, 1, 1, 3]
 
 
 def test_documents_without_two_responses_are_refused():

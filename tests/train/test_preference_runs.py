@@ -19,13 +19,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from moefold.cli.main import run_command_line
+from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config, LoraConfig, ParallelConfig
 from moefold.data.corpus import Corpus
 from moefold.data.loader import Batch
+from moefold.data.prepared_corpus import open_prepared
+from moefold.data.prepared_folder import read_index
+from moefold.data.tokenizer import ByteTokenizer
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.transformer import Transformer
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run, build_model, choose_kernels
 from moefold.train.evaluate import validation_means
@@ -206,13 +211,37 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("lora", [["--lora.rank", "4"], []], ids=["adapters", "all weights"])
-def test_a_run_learns_what_is_preferred_and_goes_on_to_the_bit(tmp_path: Path, lora: list[str]):
-    data = ["--data.source", "files", "--data.files", str(preference_file(tmp_path)), "--data.format", "preferences"]
+def from_files(folder: Path) -> list[str]:
+    return ["--data.source", "files", "--data.files", str(preference_file(folder)), "--data.format", "preferences"]
+
+
+def from_folders(folder: Path, names: Sequence[str] = ("first", "second")) -> list[str]:
+    """Prepared folders, of different preferences where they are two, with weights."""
+    lines = preference_file(folder).read_text().splitlines()
+    size = len(lines) // len(names)
+    for number, name in enumerate(names):
+        file = folder / f"{name}.jsonl"
+        file.write_text("\n".join(lines[number * size : (number + 1) * size]))
+        words = ["data", "prepare", str(file), "--out", str(folder / name), "--workers", "1"]
+        words += ["--data.format", "preferences", "--data.seq_len", "32", "--data.held_out", "0.1"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert run_command_line(words) == 0
+    weights = ["--data.weights", "0.25/0.75"] if len(names) > 1 else []
+    folders = ",".join(str(folder / name) for name in names)
+    return ["--data.source", "prepared", "--data.files", folders, "--data.format", "preferences", *weights]
+
+
+DPO = ["--train.objective", "dpo", "--train.dpo_beta", "0.5", "--model.moe.balance.bias_rate", "0"]
+KINDS = {"adapters, from files": (from_files, ["--lora.rank", "4"]), "all weights, prepared": (from_folders, [])}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_learns_what_is_preferred_and_goes_on_to_the_bit(tmp_path: Path, kind: str):
+    make_data, lora = KINDS[kind]
+    data = make_data(tmp_path)
     packed = ["--data.attend", "document", "--data.packing", "best_fit", "--data.held_out", "0.1"]
-    dpo = ["--train.objective", "dpo", "--train.dpo_beta", "0.5", "--model.moe.balance.bias_rate", "0", *lora]
     times = ["--train.steps", "8", "--optim.warmup", "1", "--checkpoint.every", "4", "--train.validate_every", "4"]
-    words = ["train", "tiny", *SMALL, *data, *packed, *dpo, *times, "--optim.lr", "0.02"]
+    words = ["train", "tiny", *SMALL, *data, *packed, *DPO, *lora, *times, "--optim.lr", "0.02"]
     out = tmp_path / "run"
     with contextlib.redirect_stdout(io.StringIO()):
         assert run_command_line([*words, "--out", str(out)]) == 0
@@ -235,3 +264,36 @@ def test_a_run_learns_what_is_preferred_and_goes_on_to_the_bit(tmp_path: Path, l
         assert [before.get(key) for key in ("loss", "reward_margin", "val_loss")] == [
             after.get(key) for key in ("loss", "reward_margin", "val_loss")
         ]
+
+
+def test_prepared_preferences_give_the_losses_of_their_files(tmp_path: Path):
+    """A batch has every pair once, so that losses do not depend on the order, which differs."""
+    sources = [from_files(tmp_path), from_folders(tmp_path, ["whole"])]
+    pairs = read_index(tmp_path / "whole").documents("train")
+    words = [*DPO, "--data.attend", "document", "--data.packing", "best_fit", "--data.held_out", "0.1"]
+    words += ["--data.batch_of", "samples", "--train.micro_batch", "1", "--train.global_batch", str(pairs)]
+    words += [
+        "--data.seq_len",
+        "128",
+        "--model.layers",
+        "1",
+        "--train.precision",
+        "fp64",
+        "--optim.warmup",
+        "1",
+        "--optim.lr",
+        "0.02",
+    ]
+    losses: list[list[float]] = []
+    for data in sources:
+        config = resolve_recipe("tiny", [*SMALL, *data, *words])
+        run = assemble_run(config, single_rank_world(), tmp_path)
+        losses.append([take_next_step(run).loss for _ in range(2)])
+    assert losses[0][1] < 0.9 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    short = resolve_recipe("tiny", [*SMALL, *sources[1], *words, "--data.seq_len", "8"])
+    with pytest.raises(UserError, match=r"data.seq_len = 8 cuts \d+ of \d+ samples.*since preferences are never cut"):
+        assemble_run(short, single_rank_world(), tmp_path)
+    as_text = replace(short.data, format="text")
+    with pytest.raises(UserError, match=r"holds preferences, but data\.format = text"):
+        open_prepared(as_text, ByteTokenizer(), 256)
