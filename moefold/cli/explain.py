@@ -167,10 +167,9 @@ def describe_packing(config: Config) -> str | None:
     if data.batch_of == "samples":
         most = f"at most {config.train.global_batch}, which times and the memory planned here assume"
         batch = f"as many as {config.train.global_batch} documents a batch fill ({most})"
-    return (
-        f"whole documents by {fit} in bins of {data.seq_len} tokens, {batch}; longer "
-        "documents are cut; padding has no label"
-    )
+    is_compared = data.format == "preferences"
+    longer = "longer preferences are refused" if is_compared else "longer documents are cut"
+    return f"whole documents by {fit} in bins of {data.seq_len} tokens, {batch}; {longer}; padding has no label"
 
 
 def describe_context(config: Config, ranks: int) -> str | None:

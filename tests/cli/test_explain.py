@@ -238,6 +238,7 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     dpo = explained("tiny", "--train.objective", "dpo", *PREFERENCES)
     assert set(dpo["kernels"]) == USED - {"cross_entropy"} | {"token_losses"}
     assert "a frozen copy of the first weights" in dpo["objective"]
+    assert "longer preferences are refused" in dpo["packing"]
 
 
 UNFUSED = {
