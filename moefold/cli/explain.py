@@ -29,10 +29,11 @@ from moefold.anatomy.step_specs import (
     mtp_step_specs,
     predict_step,
 )
+from moefold.anatomy.update_groups import frozen_parameters, trainable_weights, update_groups
 from moefold.bench.report import show_report
 from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
-from moefold.config.optimizer_groups import join_split_entries, parse_groups
+from moefold.config.optimizer_groups import parse_groups, refuse_idle_groups
 from moefold.config.precision_recipes import is_fp8
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
@@ -433,9 +434,15 @@ def rules_of_run(config: Config) -> list[str]:
 
 
 def optimizer_description(config: Config) -> Description:
-    """Rules by parameter group: the default, then the entries of `optim.groups`, of which the first match applies."""
+    """Rule, rate, decay and parameters of each entry of `optim.groups`, and of what no entry matches. What a run
+    refuses of them is refused."""
     optim = config.optim
-    return {"rule": optim.rule, "says": OPTIMIZER_NAMES.says(optim.rule), "groups": join_split_entries(optim.groups)}
+    if config.model.attention.kind in ATTENTION_NAMES.builtin and optim.groups:
+        names = [weight.name for weight in trainable_weights(config)]
+        refuse_idle_groups(parse_groups(optim.groups), names)
+    groups = [asdict(group) for group in update_groups(config)]
+    frozen = frozen_parameters(config)
+    return {"rule": optim.rule, "says": OPTIMIZER_NAMES.says(optim.rule), "groups": groups, "frozen": frozen}
 
 
 # ---- the explanation, printed
@@ -484,11 +491,31 @@ def print_explanation(explanation: Description) -> None:
 
 def print_optimizer(optimizer: Description, console: Console) -> None:
     """The rule and the groups, unless all parameters have the default rule."""
-    if optimizer["rule"] == OptimConfig().rule and not optimizer["groups"]:
+    if optimizer["rule"] == OptimConfig().rule and not any(group["pattern"] for group in optimizer["groups"]):
         return
     console.print(escape(f"optimizer: {optimizer['says']}"))
-    for entry in optimizer["groups"]:
-        console.print(escape(f"    {entry}"))
+    console.print(group_table(optimizer["groups"]))
+    names = [f"{name} ({count})" if count > 1 else name for name, count in optimizer["frozen"].items()]
+    if names:
+        console.print(escape(f"frozen: {', '.join(names)}"))
+
+
+def group_table(groups: list[Description]) -> Table:
+    title = "parameter groups (the first pattern that matches applies)"
+    table = Table("parameters named", "rule", title=title, title_justify="left")
+    for heading in ("peak rate", "weight decay", "parameters"):
+        table.add_column(heading, justify="right")
+    for group in groups:
+        named = escape(group["pattern"] or "all others")
+        count = human_readable(group["parameters"])
+        if not group["rule"]:
+            table.add_row(named, "frozen", "", "", count)
+            continue
+        decay = f"{group['decay']:g}"
+        if group["decaying"] < group["parameters"]:
+            decay += f" of {human_readable(group['decaying'])}"
+        table.add_row(named, group["rule"], f"{group['lr']:g}", decay, count)
+    return table
 
 
 def print_sharding(shard: Description, console: Console) -> None:

@@ -7,14 +7,18 @@ options are those of the section `optim`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
 from moefold.config.entry_lists import parse_each_entry, problems_of_entries
-from moefold.config.errors import did_you_mean
+from moefold.config.errors import UserError, did_you_mean
 from moefold.config.extensions import read_entry_points
 from moefold.config.open_names import OPTIMIZER_NAMES
+
+NEAREST_NAMES = 3  # shown for a pattern that matches nothing
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,37 @@ def first_match(groups: Iterable[OptimizerGroup], name: str) -> OptimizerGroup |
         if group.matches(name):
             return group
     return None
+
+
+def refuse_idle_groups(groups: list[OptimizerGroup], names: Collection[str]) -> None:
+    """Refuse groups that match none of a model's parameters, and groups that freeze all of them."""
+    problems: list[str] = []
+    for group in groups:
+        if not any(map(group.matches, names)):
+            near = nearest_names(group.pattern, names)
+            problems.append(f"optim.groups: {group.pattern} matches no parameter; the nearest are {near}")
+    matches = [first_match(groups, name) for name in names]
+    if all(group is not None and group.frozen for group in matches):
+        problems.append("optim.groups freezes every parameter; expected at least one that is trained")
+    if problems:
+        raise UserError(*problems)
+
+
+def nearest_names(pattern: str, names: Collection[str]) -> str:
+    """The parameter names most like a pattern. Layers with the same parameters are named once."""
+    first_of_each: dict[str, str] = {}
+    for name in sorted(names):
+        without_numbers = re.sub(r"\d+", "*", name)
+        first_of_each.setdefault(without_numbers, name)
+    wanted = pattern.replace("*", "")
+
+    def likeness(name: str) -> float:
+        matcher = SequenceMatcher(None, wanted, name)
+        return matcher.ratio()
+
+    near = sorted(first_of_each.values(), key=likeness, reverse=True)
+    nearest = near[:NEAREST_NAMES]
+    return ", ".join(nearest)
 
 
 def parse_groups(entries: Iterable[str]) -> list[OptimizerGroup]:

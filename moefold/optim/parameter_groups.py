@@ -6,9 +6,7 @@ rule `optim.rule` with the options of the section `optim`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
-from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from torch import nn
@@ -16,7 +14,7 @@ from torch import nn
 from moefold.config.errors import UserError
 from moefold.config.extensions import find_extension
 from moefold.config.open_names import OPTIMIZER_NAMES
-from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
+from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups, refuse_idle_groups
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
@@ -27,7 +25,6 @@ from moefold.shard.buckets import BucketGroup
 
 DEFAULT_NAME = ""
 BUILT_IN_RULES: dict[str, RuleMaker] = {"adamw": AdamW, "muon": Muon}
-NEAREST_NAMES = 3  # shown for a pattern that matches nothing
 
 
 class GroupRule(NamedTuple):
@@ -118,15 +115,7 @@ class ParameterGroups:
     def require_matches(self, names: Collection[str]) -> None:
         """Refuse entries that match none of the model's parameters, and entries that freeze all of them; `names` are
         those of all ranks."""
-        problems: list[str] = []
-        for entry in self.entries:
-            if not any(map(entry.matches, names)):
-                near = nearest_names(entry.pattern, names)
-                problems.append(f"optim.groups: {entry.pattern} matches no parameter; the nearest are {near}")
-        if all(map(self.is_frozen, names)):
-            problems.append("optim.groups freezes every parameter; expected at least one that is trained")
-        if problems:
-            raise UserError(*problems)
+        refuse_idle_groups(self.entries, names)
 
 
 def name_of_rest(name: str) -> str:
@@ -142,20 +131,3 @@ def is_hidden_matrix(parameter: DeclaredParameter) -> bool:
     if matrix is None or declaration.rows == "words":
         return False
     return min(matrix) > 1
-
-
-def nearest_names(pattern: str, names: Collection[str]) -> str:
-    """The parameter names most like a pattern. Layers with the same parameters are named once."""
-    first_of_each: dict[str, str] = {}
-    for name in sorted(names):
-        without_numbers = re.sub(r"\d+", "*", name)
-        first_of_each.setdefault(without_numbers, name)
-    wanted = pattern.replace("*", "")
-
-    def likeness(name: str) -> float:
-        matcher = SequenceMatcher(None, wanted, name)
-        return matcher.ratio()
-
-    near = sorted(first_of_each.values(), key=likeness, reverse=True)
-    nearest = near[:NEAREST_NAMES]
-    return ", ".join(nearest)

@@ -1,6 +1,7 @@
 """`moefold explain` as data and as tables."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -109,8 +110,14 @@ def test_rules_and_groups_are_shown_where_they_are_not_the_default(capsys: pytes
     assert run_command_line(["explain", "tiny", "--optim.rule", "muon", "--optim.groups", "head.*: frozen"]) == 0
     shown = capsys.readouterr().out
     assert "optimizer: Muon: orthogonalised momentum of each matrix" in shown
-    assert "head.*: frozen" in shown
+    rows = [re.findall(r"[^│ ]+(?: [^│ ]+)*", line) for line in shown.splitlines()]
+    assert ["head.*", "frozen", "32.9 k"] in rows
+    assert ["all others", "muon", "0.004", "0.1", "2.56 M"] in rows
+    assert ["all others", "adamw", "0.004", "0.1 of 32.8 k", "34 k"] in rows
+    assert "frozen: head.norm.weight, head.weight" in shown
     assert "newton_schulz" in shown
+    assert run_command_line(["explain", "tiny", "--optim.groups", "haed.*: frozen"]) == 2
+    assert "haed.* matches no parameter; the nearest are head.weight" in capsys.readouterr().err
     assert run_command_line(["explain", "tiny"]) == 0
     shown = capsys.readouterr().out
     assert "optimizer:" not in shown

@@ -25,8 +25,9 @@ from moefold.anatomy.step_specs import (
     set_aside_step,
     sliding_window_of,
 )
+from moefold.anatomy.update_groups import AS_THE_RUN
 from moefold.config.memory_regions import REGIONS
-from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
+from moefold.config.optimizer_groups import first_match, parse_groups
 from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import ModelConfig, PrecisionConfig
 from moefold.plan.layer.bytes_sent import AxisTraffic, step_bytes_sent
@@ -42,7 +43,6 @@ from moefold.plan.options import PlanChoices, regions_in_layer
 LINEAR_STORAGE = ("linear", "each", "columns", "tiles")  # of GEMM inputs, as `tensor_table.element_bytes` names it
 DEFERRED_GEMMS = ("dense", "grouped")  # GEMMs whose weight gradients may be deferred
 UNQUANTIZED_STEPS = ("embed", "route", "predict")
-AS_THE_RUN = OptimizerGroup()  # options of parameters that no entry matches
 LAYER_STACKS: dict[str, LayerStack] = {"moefold": MOEFOLD_STACK, "megatron": MEGATRON_STACK}
 
 

@@ -11,16 +11,15 @@ from math import prod
 from typing import NamedTuple
 
 from moefold.anatomy.model_totals import parameter_shapes
-from moefold.anatomy.step_specs import WeightSpec
-from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
+from moefold.anatomy.update_groups import AS_THE_RUN, UpdatedWeight, rule_of
+from moefold.config.optimizer_groups import first_match, parse_groups
 from moefold.config.run import ModelConfig
-from moefold.plan.layer.layer_costs import AS_THE_RUN, ParameterClass, named_weights, parameter_class
+from moefold.plan.layer.layer_costs import ParameterClass, named_weights, parameter_class
 from moefold.plan.memory.rank_stages import RankStages, StagePieces
 from moefold.plan.memory.resident import ResidentState, moment_sizes, shard_count
 from moefold.plan.memory.run_setting import RunSetting
 
 Degrees = tuple[tuple[str, int], ...]  # of the axes that cut weights
-WORD_TABLES = ("embedding.weight", "head.weight")  # left to AdamW unless an entry says otherwise
 
 
 class ClassCount(NamedTuple):
@@ -110,22 +109,13 @@ def piece_classes(
         held = prod(weight.part(sizes))
         group = first_match(entries, name) or AS_THE_RUN
         trained = 0.0 if group.frozen else held
-        second = 0.0 if is_updated_by_muon(rule, group, weight) else trained
+        updated = UpdatedWeight(name, weight.shape, weight.is_matrix)
+        second = 0.0 if rule_of(rule, group, updated) == "muon" else trained
         kind = parameter_class(weight, sizes)
         known = classes.get(kind, NONE_COUNTED)
         count = ClassCount(held, trained, second)
         classes[kind] = sum_counts([known, count])
     return classes
-
-
-def is_updated_by_muon(rule: str, group: OptimizerGroup, weight: WeightSpec) -> bool:
-    """Whether Muon updates a parameter: asked for by its entry, or as the rule of the run, if it is a matrix between
-    hidden vectors."""
-    if group.rule is not None or rule != "muon":
-        return group.rule == "muon"
-    if not weight.is_matrix or weight.name in WORD_TABLES:
-        return False
-    return min(weight.shape[-2:]) > 1
 
 
 @lru_cache(maxsize=64)  # a search asks for it with every layout
