@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from moefold.anatomy.adapters import AdapterSpec, adapters_of_all_ranks
 from moefold.anatomy.step_specs import prefixed_steps
-from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups
+from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups, refuse_matrix_rule
 from moefold.config.run import Config, OptimConfig
 
 WORD_TABLES = ("embedding.weight", "head.weight")  # left to AdamW unless an entry says otherwise
@@ -44,7 +44,7 @@ class UpdateGroup:
 
 def update_groups(config: Config) -> list[UpdateGroup]:
     """In the order of the entries; the parameters that none of them matches come last. An entry whose parameters all
-    have entries before it has none."""
+    have entries before it has none. An entry that gives Muon what is no matrix is refused, as in a run."""
     optim = config.optim
     entries = parse_groups(optim.groups)
     found: dict[tuple[str, str], UpdateGroup] = {}
@@ -53,6 +53,8 @@ def update_groups(config: Config) -> list[UpdateGroup]:
         pattern = entry.pattern if entry else ""
         group = entry or AS_THE_RUN
         rule = "" if group.frozen else rule_of(optim.rule, group, weight)
+        if rule == "muon" and not weight.decays:
+            refuse_matrix_rule(pattern, weight.name, weight.shape)
         key = (pattern, rule)
         if key not in found:
             found[key] = new_group(pattern, rule, group, optim)

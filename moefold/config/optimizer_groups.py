@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 from moefold.config.entry_lists import parse_each_entry, problems_of_entries
 from moefold.config.errors import UserError, did_you_mean
@@ -59,6 +60,14 @@ def refuse_idle_groups(groups: list[OptimizerGroup], names: Collection[str]) -> 
         problems.append("optim.groups freezes every parameter; expected at least one that is trained")
     if problems:
         raise UserError(*problems)
+
+
+def refuse_matrix_rule(pattern: str, name: str, shape: tuple[int, ...]) -> NoReturn:
+    """Refuse an entry that gives a norm or bias to a rule for matrices."""
+    raise UserError(
+        f"optim.groups: {pattern} gives {name} to a rule for matrices, but its shape is {shape} of a norm or bias; "
+        "narrow the pattern, or put an entry before it"
+    )
 
 
 def nearest_names(pattern: str, names: Collection[str]) -> str:

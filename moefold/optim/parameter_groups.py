@@ -11,10 +11,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moefold.config.errors import UserError
 from moefold.config.extensions import find_extension
 from moefold.config.open_names import OPTIMIZER_NAMES
-from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups, refuse_idle_groups
+from moefold.config.optimizer_groups import (
+    OptimizerGroup,
+    first_match,
+    parse_groups,
+    refuse_idle_groups,
+    refuse_matrix_rule,
+)
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
@@ -79,10 +84,7 @@ class ParameterGroups:
         if rest in self.rules and not is_hidden_matrix(parameter):
             return BucketGroup(rest, "elements")
         if parameter.matrix is None:
-            raise UserError(
-                f"optim.groups: {name} gives {parameter.name} to a rule for matrices, but its shape is "
-                f"{parameter.declaration.shape} of a norm or bias; narrow the pattern, or put an entry before it"
-            )
+            refuse_matrix_rule(name, parameter.name, parameter.declaration.shape)
         return BucketGroup(name, "matrices")
 
     def cost_of(self, parameter: DeclaredParameter) -> float:

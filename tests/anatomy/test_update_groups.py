@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moefold.anatomy.update_groups import frozen_parameters, update_groups
+from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
@@ -92,3 +93,12 @@ def test_layers_are_told_once_and_an_entry_without_parameters_of_its_own_too():
         "blocks.*.moe.router.weight",
         0,
     )
+
+
+@pytest.mark.parametrize("words", [[], DORA])
+def test_an_entry_that_gives_muon_what_is_no_matrix_is_refused_as_in_a_run(words: list[str]):
+    pattern = "*.lora.b" if words else "*norm.weight"
+    config = resolve_recipe("tiny", [*ON_CPU, *words, "--optim.groups", f"{pattern}: rule=muon"])
+    for refused in (lambda: BuiltModel(config).rows(), lambda: update_groups(config)):
+        with pytest.raises(UserError, match=r"optim\.groups: .* gives .* to a rule for matrices, but its shape is \("):
+            refused()
