@@ -109,7 +109,9 @@ def print_plan(answer: Answer) -> None:
     if layout["cp"] > 1:
         choices.append(f"context {layout['parallel.context']}")
     if layout["recompute"]:
-        choices.append(f"recompute {','.join(layout['recompute'])}")
+        cost = answer["recompute_cost"]
+        saved = f"{cost['saved_gib']:.1f} GiB less, {cost['added_s']:.3g} s a step more"
+        choices.append(f"recompute {','.join(layout['recompute'])} ({saved})")
     if layout["overlap"]:
         choices.append("overlap")
     console.print("; ".join(choices))

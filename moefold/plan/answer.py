@@ -11,6 +11,7 @@ fits, by `NothingFits`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,7 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
         "exchange": time.exchange,
         "optimizer": time.optimizer,
     }
+    answer["recompute_cost"] = recompute_cost(r, setting, time.seconds, answer["memory_gib"])
     answer["layout"] = layout_keys(config, choices, r.gpus)
     answer["not_in_trainer"] = choices.not_in_trainer
     answer["dispatcher"] = dispatcher_reason
@@ -134,6 +136,19 @@ def memory_answer(r: PlanRequest, setting: RunSetting) -> JsonObject:
         "memory_by_rank": [rank.needed / GIB for rank in memory],
         "memory_parts_by_rank": [memory_parts(rank) for rank in memory],
     }
+
+
+def recompute_cost(r: PlanRequest, setting: RunSetting, seconds: float, gib: float) -> JsonObject | None:
+    """What recompute saves on the largest rank and takes of a step, against the same layout without."""
+    if not setting.choices.recompute:
+        return None
+    memory = replace(setting.config.memory, recompute=())
+    config = replace(setting.config, memory=memory)
+    choices = replace(setting.choices, recompute=())
+    keeping = build_run_setting(config, r.gpus, choices)
+    largest = fullest_rank(memory_by_rank(keeping))
+    time = time_training_step(keeping, r.gpu)
+    return {"saved_gib": largest.needed / GIB - gib, "added_s": seconds - time.seconds}
 
 
 def explain_plan(setting: RunSetting, gpu: Gpu) -> list[str]:

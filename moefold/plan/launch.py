@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from moefold.anatomy.regions import regions_of
@@ -44,17 +45,24 @@ def gpus_of_node(gpu: Gpu) -> int:
 def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     """The configuration in the planned precision, with the planned recompute, and with the steps of the token budget
     unless the request sets them."""
-    recompute = runnable_regions(config.model, choices.recompute, REBUILT_REGIONS)
-    offload = runnable_regions(config.model, choices.offload, OFFLOADED_REGIONS)
-    memory = replace(config.memory, recompute=recompute, offload=offload)
+    config = with_planned_regions(config, choices)
     train = replace(config.train, precision=choices.precision)  # pyright: ignore[reportArgumentType]
     if "train.steps" not in r.fixed:
         step_tokens = train.global_batch * config.data.seq_len
         steps = math.ceil(r.tokens / step_tokens)
         train = replace(train, steps=steps)
-    return replace(config, train=train, memory=memory)
+    return replace(config, train=train)
 
 
+def with_planned_regions(config: Config, choices: PlanChoices) -> Config:
+    """The configuration of a run with the recompute and offload of the choices, by the trainer's names."""
+    recompute = runnable_regions(config.model, choices.recompute, REBUILT_REGIONS)
+    offload = runnable_regions(config.model, choices.offload, OFFLOADED_REGIONS)
+    memory = replace(config.memory, recompute=recompute, offload=offload)
+    return replace(config, memory=memory)
+
+
+@lru_cache(maxsize=256)
 def runnable_regions(model: ModelConfig, entries: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
     """The regions of the entries that the model has. Entries for some layers stay as they are."""
     if any("@" in entry for entry in entries):

@@ -13,6 +13,7 @@ from moefold.config.read import with_values
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
 from moefold.config.run import Config
+from moefold.plan.launch import with_planned_regions
 from moefold.plan.memory.grouped_parameters import trained_share
 from moefold.plan.memory.peak_memory import GIB, fullest_rank, plan_memory
 from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
@@ -110,7 +111,8 @@ def layout_changes(plan: Change) -> Iterator[Change]:
         names = ",".join(regions)
         text = plan.and_also(f"--recompute {names}")
         choices = replace(plan.choices, recompute=regions)
-        yield replace(plan, text=text, choices=choices)
+        recomputing = with_planned_regions(config, choices)
+        yield replace(plan, text=text, choices=choices, config=recomputing)
 
 
 def larger_clusters(plan: Change) -> Iterator[Change]:

@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 from moefold.anatomy.frozen_base import base_products
 from moefold.config.errors import UserError
+from moefold.config.memory_regions import REGIONS
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES
 from moefold.config.run import Config
+from moefold.plan.launch import with_planned_regions
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
@@ -46,9 +48,10 @@ from moefold.plan.time.closed_form import (
 from moefold.plan.time.simulate_step import StepTime, time_training_step
 from moefold.plan.time.step_times import StepClock
 
-RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # recomputed regions, the cheapest first
+RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # recomputed regions: a rung costs more than those that it contains
     (),
     ("activation", "norm"),
+    ("sar",),
     ("activation", "norm", "up", "mlp"),
     ("norm", "up", "mlp", "shared", "experts"),
     ("layer",),
@@ -64,19 +67,22 @@ WORTHWHILE_GIB = 0.5  # a further point of the Pareto front needs so much less m
 
 CacheKey = tuple[object, ...]
 NO_KEYS: frozenset[str] = frozenset()
+NO_RUNGS: frozenset[int] = frozenset()
+RECOMPUTE_RULES = [rule for rule in RULES if "memory.recompute" in rule.reads]
 FixedKeys = frozenset[str]  # keys of a configuration that a search leaves as they are
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal layout whose least memory fits, with the first `rung` of the recompute ladder on which it does. Seconds
-    and GiB are lower bounds."""
+    """A legal layout whose least memory fits, with the cheapest `rung` of the recompute ladder on which it does, of
+    those that were not `tried` before. Seconds and GiB are lower bounds."""
 
     config: Config
     choices: PlanChoices
     seconds: float
     gib: float
     rung: int
+    tried: frozenset[int]
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -354,36 +360,23 @@ class LayoutSearch:
             for config in pipeline_variants(grid, self.fixed):
                 yield self.with_chosen_context(config)
 
-    def fit_with_recompute(self, config: Config, rung: int = 0) -> Candidate | None:
-        """The layout with the least recompute whose least memory fits, from this rung on."""
-        cut = self.pipeline_cut(config)
-        dispatched = self.with_chosen_dispatcher(config)
-
-        def measure_rung(rung: int) -> MeasuredRung:
-            choices = self.ladder[rung]
-            s = closed_form_setting(dispatched, self.world, choices)
-            stages = self.stage_memory(s, cut)
-            gib = least_rank_gib(s, cut, stages)
-            return MeasuredRung(rung, s, stages, gib)
-
-        # A layout that does not fit on the last rung is refused; otherwise the first rung that fits is taken.
-        limit = self.gpu.memory
-        found = measure_rung(rung)
-        last = found
-        if found.gib > limit:
-            last = measure_rung(len(self.ladder) - 1)
-        if last.gib > limit:
-            most_recompute = self.ladder[-1]
-            misfit = MisfitLayout(config, most_recompute, last.gib)
-            self.refusals.add_misfit(misfit, limit)
+    def fit_with_recompute(self, config: Config, tried: frozenset[int] = NO_RUNGS) -> Candidate | None:
+        """The layout with the recompute of least time whose least memory fits, of the rungs that were not tried."""
+        layout = LayoutRungs(self, config)
+        left = [rung for rung in range(len(self.ladder)) if rung not in tried]
+        found = layout.first_fitting(left)
+        if found is None:
+            layout.report_misfit()
             return None
-        while found.gib > limit:
-            following = found.rung + 1
-            found = last if following == last.rung else measure_rung(following)
-        setting = found.setting
-        seconds = self.stage_seconds(setting, cut)
-        least = least_step_seconds(setting, self.cluster, cut, seconds, found.stages)
-        return Candidate(config, self.ladder[found.rung], least, found.gib, found.rung)
+        rivals = [rung for rung in self.rivals_of(found) if rung in left and layout.fits(rung)]
+        candidates = [layout.candidate(rung, tried) for rung in (found, *rivals)]
+        return min(candidates, key=attrgetter("seconds"))
+
+    def rivals_of(self, rung: int) -> list[int]:
+        """The later rungs that may cost less than this one, since they do not recompute all of it."""
+        less = self.ladder[rung]
+        later = range(rung + 1, len(self.ladder))
+        return [other for other in later if not recomputes_all_of(self.ladder[other], less)]
 
     def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
         """The candidate simulated, if its memory in the whole program fits as well."""
@@ -400,11 +393,94 @@ class LayoutSearch:
         return RankedLayout(candidate.config, candidate.choices, time, memory)
 
     def next_rung(self, candidate: Candidate) -> Candidate | None:
-        """The candidate with more recompute, if the ladder has a further rung."""
-        rung = candidate.rung + 1
-        if rung == len(self.ladder):
+        """The candidate on another rung, if one is left that may fit."""
+        tried = candidate.tried | {candidate.rung}
+        if len(tried) == len(self.ladder):
             return None
-        return self.fit_with_recompute(candidate.config, rung)
+        return self.fit_with_recompute(candidate.config, tried)
+
+
+class LayoutRungs:
+    """The rungs of the recompute ladder on one layout: whether the trainer has each, and what it needs."""
+
+    def __init__(self, search: LayoutSearch, config: Config):
+        self.search = search
+        self.config = config
+        self.limit = search.gpu.memory
+        self.cut = search.pipeline_cut(config)
+        self.dispatched = search.with_chosen_dispatcher(config)
+        self.measured: dict[int, MeasuredRung] = {}
+        self.legal: dict[int, bool] = {}
+
+    def first_fitting(self, rungs: Sequence[int]) -> int | None:
+        """The first of the rungs that the trainer has and that fits. Whole layers need least: where they do not fit,
+        nothing does."""
+        last = rungs[-1]
+        has_layers = "layer" in self.search.ladder[last].recomputed
+        if has_layers and not self.fits(rungs[0]) and self.is_legal(last) and not self.fits(last):
+            return None
+        return next(filter(self.fits, rungs), None)
+
+    def fits(self, rung: int) -> bool:
+        return self.is_legal(rung) and self.measure(rung).gib <= self.limit
+
+    def is_legal(self, rung: int) -> bool:
+        """Whether the trainer has the recompute of a rung with this layout. Refusals are counted by rule."""
+        if rung not in self.legal:
+            self.legal[rung] = self.check_rules(self.search.ladder[rung])
+        return self.legal[rung]
+
+    def check_rules(self, choices: PlanChoices) -> bool:
+        if not choices.recompute and not choices.offload:
+            return True
+        run = with_planned_regions(self.config, choices)
+        case = ConfigOnRanks(run, self.search.world)
+        for rule in RECOMPUTE_RULES:
+            if not rule.holds(case):
+                regions = ",".join(choices.recompute)
+                reason = f"recompute {regions}: {rule.name}" if regions else rule.name
+                self.search.refusals.add_refusal(reason, rule.says(case))
+                return False
+        return True
+
+    def measure(self, rung: int) -> MeasuredRung:
+        if rung not in self.measured:
+            choices = self.search.ladder[rung]
+            s = closed_form_setting(self.dispatched, self.search.world, choices)
+            stages = self.search.stage_memory(s, self.cut)
+            gib = least_rank_gib(s, self.cut, stages)
+            self.measured[rung] = MeasuredRung(rung, s, stages, gib)
+        return self.measured[rung]
+
+    def candidate(self, rung: int, tried: frozenset[int]) -> Candidate:
+        measured = self.measure(rung)
+        s = measured.setting
+        seconds = self.search.stage_seconds(s, self.cut)
+        least = least_step_seconds(s, self.search.cluster, self.cut, seconds, measured.stages)
+        choices = self.search.ladder[rung]
+        return Candidate(self.config, choices, least, measured.gib, rung, tried)
+
+    def report_misfit(self) -> None:
+        """Count the layout with the least memory that a rung needs; one without a legal rung is counted by rule."""
+        measured = self.measured.values()
+        if not measured:
+            return
+        smallest = min(measured, key=attrgetter("gib"))
+        choices = self.search.ladder[smallest.rung]
+        misfit = MisfitLayout(self.config, choices, smallest.gib)
+        self.search.refusals.add_misfit(misfit, self.limit)
+
+
+def recomputes_all_of(more: PlanChoices, less: PlanChoices) -> bool:
+    """Whether every region that `less` recomputes is recomputed by `more`, by its name or inside another."""
+    if "layer" in more.recomputed:
+        return True
+    outer = [REGIONS[name] for name in more.recomputed]
+    for name in less.recomputed - more.recomputed:
+        region = REGIONS[name]
+        if not any(other.covers(region) for other in outer):
+            return False
+    return True
 
 
 class MeasuredRung(NamedTuple):

@@ -159,6 +159,16 @@ def test_the_gpus_and_changes_named_for_a_layout_are_enough():
         assert answer_request({**layout, **changes})["fits"], remedy
 
 
+def test_an_answer_says_what_recompute_saves_and_takes():
+    kept = answer_request(ONE)
+    assert kept["recompute_cost"] is None
+    found = answer_request({**ONE, "recompute": "sar"})
+    cost = found["recompute_cost"]
+    assert cost["saved_gib"] == pytest.approx(kept["memory_gib"] - found["memory_gib"])
+    assert cost["added_s"] == pytest.approx(found["step_s"] - kept["step_s"])
+    assert min(cost.values()) > 0
+
+
 def test_text_is_read_as_numbers_are():
     """As a page's address has it."""
     text = {key: str(value) for key, value in ONE.items()}

@@ -1,16 +1,27 @@
 """What a search finds is legal, fits, and is the best of what it looked at; closed forms agree with the clock."""
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
 
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
-from moefold.plan.machine.gpu import find_gpu_by_name
+from moefold.plan.launch import with_planned_regions
+from moefold.plan.machine.gpu import Gpu, find_gpu_by_name
 from moefold.plan.memory.peak_memory import GIB, build_run_setting, fullest_rank, memory_by_rank
 from moefold.plan.options import PlanChoices
 from moefold.plan.request import with_dispatcher
-from moefold.plan.search import Candidate, LayoutSearch, RankedLayout, describe_layout, search_layouts
+from moefold.plan.search import (
+    NO_RUNGS,
+    RECOMPUTE_LADDER,
+    Candidate,
+    LayoutRungs,
+    LayoutSearch,
+    RankedLayout,
+    describe_layout,
+    search_layouts,
+)
 from moefold.plan.time.simulate_step import time_training_step
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS, is_published_model
@@ -140,6 +151,61 @@ def test_a_paired_layout_is_priced_as_the_simulator_does():
     simulated = search.rank_candidate(candidate)
     assert simulated
     assert candidate.seconds == pytest.approx(simulated.seconds, rel=0.03)
+
+
+def rungs_of(words: list[str], gpu: Gpu) -> LayoutRungs:
+    layout = ["--parallel.ep=8", "--train.micro_batch=2", "--train.global_batch=64"]
+    base = resolve_recipe("gpt-oss-20b", [*layout, *words], 8)
+    search = LayoutSearch(8, gpu, PlanChoices(), ONE_LAYOUT)
+    return LayoutRungs(search, base)
+
+
+SAR = RECOMPUTE_LADDER.index(("sar",))
+
+
+def test_selective_rematerialisation_is_proposed_where_it_is_the_cheapest_that_fits():
+    """GPT-OSS-20B on 8 H100."""
+    layout = rungs_of([], H100)
+    found = layout.search.fit_with_recompute(layout.config)
+    assert found
+    assert found.rung == SAR
+    assert not any(map(layout.fits, range(SAR)))
+    more = [layout.candidate(rung, NO_RUNGS) for rung in range(SAR + 1, len(RECOMPUTE_LADDER)) if layout.fits(rung)]
+    assert more
+    assert found.seconds < min(candidate.seconds for candidate in more)
+    run = with_planned_regions(found.config, found.choices)
+    assert set(run.memory.recompute) == {"norm", "swap", "dispatch", "activation"}
+    assert not broken_rules(ConfigOnRanks(run, 8))
+    after = layout.search.next_rung(found)
+    assert after
+    assert after.rung > SAR
+
+
+def test_selective_rematerialisation_is_refused_where_the_trainer_refuses_it():
+    """Fully sharded, on a GPU on which it would be the first to fit."""
+    shared_out = ["--shard.mode=zero3"]
+    needed = rungs_of(shared_out, H100).measure(SAR).gib
+    layout = rungs_of(shared_out, replace(H100, memory=needed))
+    found = layout.search.fit_with_recompute(layout.config)
+    assert found
+    assert found.rung > SAR
+    rule = "tokens that are dispatched again are normed with whole weights"
+    examples = layout.search.refusals.examples
+    assert "shard.mode = zero3" in examples[f"recompute sar: {rule}"]
+
+
+def test_of_rungs_of_which_none_contains_the_other_the_faster_is_taken():
+    """Over slow links between nodes a second dispatch takes longer than the latents' projections up."""
+    links = replace(H100, network=H100.network / 100)
+    base = resolve_recipe(
+        "deepseek-v2-lite", ["--parallel.ep=16", "--train.global_batch=128", "--train.micro_batch=4"], 16
+    )
+    search = LayoutSearch(16, links, PlanChoices(), ONE_LAYOUT)
+    needed = LayoutRungs(search, base).measure(SAR).gib
+    search = LayoutSearch(16, replace(links, memory=needed), PlanChoices(), ONE_LAYOUT)
+    found = search.fit_with_recompute(base)
+    assert found
+    assert found.choices.recompute == ("activation", "norm", "up", "mlp")
 
 
 def test_without_recompute_memory_of_uneven_stages_is_near():
