@@ -6,6 +6,7 @@ from typing import Any
 
 from moefold.anatomy.model_totals import active_parameters, total_parameters
 from moefold.config.keys import ConfigKey, iterate_keys
+from moefold.config.memory_regions import PRESETS as RECOMPUTE_PRESETS
 from moefold.plan.answer import TIME_WALLS
 from moefold.plan.machine.gpu import find_gpu_by_name, known_gpu_names
 from moefold.plan.options import RECOMPUTE_REGIONS, PlanChoices
@@ -39,6 +40,7 @@ def planner_page_data() -> dict[str, Any]:
         "models": [describe_preset(name) for name in models],
         "gpus": [describe_gpu(name) for name in known_gpu_names()],
         "regions": RECOMPUTE_REGIONS,
+        "presets": {name: ", ".join(regions) for name, regions in RECOMPUTE_PRESETS.items()},
         "walls": TIME_WALLS,
         "keys": explained,
     }

@@ -1,6 +1,7 @@
 """The page offers what the planner knows, with words for each."""
 
 from moefold.plan.machine.gpu import known_gpu_names
+from moefold.plan.search import RECOMPUTE_LADDER
 from moefold.web.planner_page import planner_page_data
 
 
@@ -17,3 +18,10 @@ def test_every_key_has_words_and_every_card_its_precisions():
     assert all(key["doc"] for key in offered["keys"].values())
     assert "mxfp8" in next(card for card in offered["gpus"] if card["name"] == "gb200")["precisions"]
     assert offered["keys"]["sharding"]["choices"] == ["none", "zero", "fsdp"]
+
+
+def test_every_recompute_of_a_search_can_be_ticked():
+    offered = planner_page_data()
+    ticked = offered["regions"] | offered["presets"]
+    for rung in RECOMPUTE_LADDER:
+        assert set(rung) <= set(ticked)

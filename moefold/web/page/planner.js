@@ -109,7 +109,7 @@ const groups = [
     degree("parallel.ep", "ep"), degree("parallel.etp", "etp"), selected("pipeline.schedule", "Pipeline schedule"),
     tick("overlap", "Overlap", "expert communication overlaps with another microbatch's compute", moved)),
   group("Memory and speed",
-    several("recompute", "Recompute", regions, moved), several("offload", "Offload", regions, moved),
+    several("recompute", "Recompute", { ...regions, ...presets }, moved), several("offload", "Offload", regions, moved),
     selected("sharding", "Sharding over replicas"), selected("graphs", "CUDA graphs"), selected("dispatcher", "Dispatcher"),
     field("other", "Other keys", "as optim.moments=bf16 stack=megatron", { type: "text" }, moved)),
 ];
