@@ -47,7 +47,7 @@ from moefold.plan.memory.run_setting import (
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds
 from moefold.plan.time.step_times import StepClock
-from moefold.plan.time.update_seconds import update_seconds
+from moefold.plan.time.update_seconds import trained_part, update_seconds
 from moefold.schedule.simulate_program import OpLanes, paired_duration
 
 PieceKind = tuple[str, int]
@@ -420,12 +420,14 @@ def exposed_exchange_seconds(s: RunSetting, cluster: Cluster, times: StageTimes,
     parameters: dict[ParameterClass, float] = {}
     parameters["dense", ()] = grids.dense
     parameters["expert", ()] = grids.expert
-    gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+    trained = trained_part(s)  # frozen parameters are not exchanged
+    gradient = trained * STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+    weight = trained * s.recipe.wide
     copies = cluster.copies_seconds(parameters, s, gradient)
     if s.choices.sharding == "fsdp":
         return copies
     scatter = cluster.exchange_seconds(parameters, s, gradient)
-    gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
+    gather = cluster.exchange_seconds(parameters, s, weight)
     backward = sum(stage.backward_compute for stage in times)
     forward = sum(stage.forward_compute for stage in times)
     exposed_scatter = max(0.0, scatter - backward)

@@ -26,7 +26,7 @@ from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
-from moefold.plan.time.update_seconds import update_seconds
+from moefold.plan.time.update_seconds import trained_part, update_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, slot_slack, time_slots
 from moefold.schedule.stage_costs import StageCosts
@@ -185,12 +185,14 @@ def exposed_update_seconds(clock: StepClock, stages: Sequence[StagePieces], pass
         stage = s.count_stage(pieces)
         parameters.update(dict(stage.parameters))
         copied += stage.requantised
-    gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+    trained = trained_part(s)  # frozen parameters are not exchanged
+    gradient = trained * STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+    weight = trained * s.recipe.wide
     cluster = clock.cluster
     exposed = cluster.copies_seconds(parameters, s, gradient)
     if s.choices.sharding != "fsdp":  # FSDP exchanges weights and gradients with every microbatch
         scatter = cluster.exchange_seconds(parameters, s, gradient)
-        gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
+        gather = cluster.exchange_seconds(parameters, s, weight)
         F, D, W = passes
         exposed_scatter = max(0.0, scatter - D.compute - W.compute)
         exposed_gather = max(0.0, gather - F.compute)

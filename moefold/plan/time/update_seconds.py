@@ -6,9 +6,13 @@ direction and its orthogonal matrix, and runs Newton-Schulz, whose rate was meas
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
+from moefold.anatomy.adapters import adapter_parameters
+from moefold.anatomy.model_totals import mtp_parameters, total_parameters
 from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
+from moefold.config.run import Config, LoraConfig, ModelConfig
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.memory.grouped_parameters import trained_share
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
@@ -21,7 +25,7 @@ Matrix = tuple[int, int]
 
 def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float) -> float:
     """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds."""
-    trained = trained_share(s.model, s.optim.groups)
+    trained = trained_part(s)
     dense *= trained
     expert *= trained
     owned = dense + expert
@@ -35,6 +39,22 @@ def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float)
     of_host = state - s.recipe.wide
     copied = owned * of_host
     return max(seconds, copied / cluster.gpu.host_link)
+
+
+def trained_part(s: RunSetting) -> float:
+    """The share of a model's parameters that have gradients and state; where adapters are trained, their number over
+    that of the frozen parameters."""
+    lora = s.config.lora
+    if lora.rank:
+        return adapter_share(s.model, lora)
+    return trained_share(s.model, s.optim.groups)
+
+
+@lru_cache(maxsize=64)  # a search asks for it with every layout
+def adapter_share(model: ModelConfig, lora: LoraConfig) -> float:
+    config = Config(model=model, lora=lora)
+    parameters = total_parameters(model) + mtp_parameters(model)
+    return adapter_parameters(config) / parameters
 
 
 def optimizer_bytes(s: RunSetting) -> float:

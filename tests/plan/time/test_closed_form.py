@@ -1,14 +1,16 @@
-"""Bounds of memory are below the planned peak whatever is trained: groups, frozen parameters, adapters, shares."""
+"""Bounds of memory and time are below the plan whatever is trained: groups, frozen parameters, adapters, shares."""
 
 from dataclasses import replace
+from itertools import product
 from statistics import mean
 
 import pytest
 
 from moefold.plan.machine.gpu import find_gpu_by_name
-from moefold.plan.memory.peak_memory import GIB, fullest_rank, plan_memory
+from moefold.plan.memory.peak_memory import GIB, build_run_setting, fullest_rank, memory_by_rank, plan_memory
 from moefold.plan.options import PlanChoices
-from moefold.plan.search import LayoutSearch, search_layouts
+from moefold.plan.search import Candidate, LayoutSearch, search_layouts
+from moefold.plan.time.simulate_step import time_training_step
 from moefold.presets.recipe import resolve_recipe
 
 H100 = find_gpu_by_name("h100")
@@ -37,28 +39,26 @@ LAYOUTS = (
 )
 
 
-def bound_and_peak(model: str, words: str, choices: PlanChoices) -> tuple[float, float] | None:
-    """GiB of the closed form and of the plan; none where a rule refuses the layout."""
+def bound_of(model: str, words: str, search: LayoutSearch) -> Candidate | None:
+    """The bounds of a layout; none where a rule refuses it."""
     base = [f"--train.global_batch={8 * WORLD}", "--train.micro_batch=1"]
     config = resolve_recipe(model, base + [word for word in words.split(";") if word], None)
-    search = LayoutSearch(WORLD, UNLIMITED, choices, FIXED)
-    for candidate in search.feasible_candidates(config):
-        dispatched = search.with_chosen_dispatcher(candidate.config)
-        ranks = plan_memory(dispatched, WORLD, candidate.choices)
-        return candidate.gib, fullest_rank(ranks).needed / GIB
-    return None
+    return next(search.feasible_candidates(config), None)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_no_bound_is_above_the_peak_of_its_layout(model: str):
+def test_no_bound_is_above_the_plan_of_its_layout(model: str):
     ratios: list[float] = []
-    for trained in TRAINED.values():
-        for layout in LAYOUTS:
-            compared = bound_and_peak(model, f"{layout};{trained}", PlanChoices(recompute=("layer",)))
-            if compared:
-                bound, peak = compared
-                assert bound <= peak * (1 + 1e-12), (trained, layout)
-                ratios.append(bound / peak)
+    for words in map(";".join, product(LAYOUTS, TRAINED.values())):
+        search = LayoutSearch(WORLD, UNLIMITED, PlanChoices(recompute=("layer",)), FIXED)
+        bound = bound_of(model, words, search)
+        if bound is None:
+            continue
+        setting = build_run_setting(search.with_chosen_dispatcher(bound.config), WORLD, bound.choices)
+        peak = fullest_rank(memory_by_rank(setting)).needed / GIB
+        assert bound.gib <= peak * (1 + 1e-12), words
+        assert bound.seconds <= time_training_step(setting, UNLIMITED).seconds * (1 + 1e-12), words
+        ratios.append(bound.gib / peak)
     assert len(ratios) > 30
     assert mean(ratios) > 0.9
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moefold.plan.machine.cluster import Cluster
@@ -48,3 +50,19 @@ def test_muon_costs_what_its_shares_cost_and_adamw_has_none_of_it():
     assert update_seconds(muon, cluster, 1e9, 8e9) - update_seconds(adamw, cluster, 1e9, 8e9) == pytest.approx(
         whole, rel=0.02
     )
+
+
+@pytest.mark.parametrize("words", ["--optim.groups=*.moe.experts.*: frozen", "--lora.rank=16"])
+def test_what_is_not_trained_is_neither_updated_nor_exchanged(words: str):
+    """Of OLMoE over slow links, where little of an exchange is hidden; frozen experts are 93 % of it."""
+    slow = replace(H200, network=H200.network / 1000)
+    base = ("--train.global_batch=64", "--train.micro_batch=1", "--parallel.ep=8")
+    times = []
+    for more in ((), (words,)):
+        config = resolve_recipe("olmoe-1b-7b", (*base, *more), 64)
+        setting = build_run_setting(config, 64, PlanChoices())
+        times.append(time_training_step(setting, slow))
+    whole, part = times
+    assert part.optimizer < 0.1 * whole.optimizer
+    assert part.exchange < 0.1 * whole.exchange
+    assert part.pipeline_time.seconds == whole.pipeline_time.seconds
