@@ -417,12 +417,12 @@ class LayoutRungs:
         nothing does."""
         last = rungs[-1]
         has_layers = "layer" in self.search.ladder[last].recomputed
-        if has_layers and not self.fits(rungs[0]) and self.is_legal(last) and not self.fits(last):
+        if has_layers and not self.fits(rungs[0]) and self.measure(last).gib > self.limit:
             return None
         return next(filter(self.fits, rungs), None)
 
     def fits(self, rung: int) -> bool:
-        return self.is_legal(rung) and self.measure(rung).gib <= self.limit
+        return self.measure(rung).gib <= self.limit and self.is_legal(rung)
 
     def is_legal(self, rung: int) -> bool:
         """Whether the trainer has the recompute of a rung with this layout. Refusals are counted by rule."""
@@ -461,11 +461,12 @@ class LayoutRungs:
         return Candidate(self.config, choices, least, measured.gib, rung, tried)
 
     def report_misfit(self) -> None:
-        """Count the layout with the least memory that a rung needs; one without a legal rung is counted by rule."""
-        measured = self.measured.values()
-        if not measured:
+        """Count the layout with the least memory that a rung needs. One whose rungs fit but are refused is counted by
+        rule."""
+        too_large = [measured for measured in self.measured.values() if measured.gib > self.limit]
+        if not too_large:
             return
-        smallest = min(measured, key=attrgetter("gib"))
+        smallest = min(too_large, key=attrgetter("gib"))
         choices = self.search.ladder[smallest.rung]
         misfit = MisfitLayout(self.config, choices, smallest.gib)
         self.search.refusals.add_misfit(misfit, self.limit)
