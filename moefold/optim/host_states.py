@@ -164,9 +164,12 @@ class HostStream:
         """Have `work` called with the number of each of an owner's chunks and its tensors on the device, which are then
         copied back: on a stream of its own, behind what the present one has been given so far."""
         self.require_health()
+        end = UpdateEnd()
+        if not chunks:
+            end.note_launched(None)
+            return end
         self.make_slots(chunks)
         is_ready = record_event(present_stream(self.device))
-        end = UpdateEnd()
         last = len(chunks) - 1
         visits: list[ChunkVisit] = []
         for number, chunk in enumerate(chunks):

@@ -131,3 +131,7 @@ def test_an_update_that_fails_is_told_to_whoever_waits_for_it():
     end = stream.visit(0, [(numbers[:1],), (numbers[1:],)], fail)
     with pytest.raises(RuntimeError, match="states on the host"):
         end.wait()
+
+
+def test_an_owner_without_chunks_is_done_at_once():
+    HostStream(torch.device("cpu")).visit(0, [], lambda _, tensors: None).wait()
