@@ -5,7 +5,6 @@ Torch-free; optim/parameter_groups.py makes the rules of a run of the same entri
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,13 @@ from typing import NamedTuple
 
 from moefold.anatomy.adapters import AdapterSpec, adapters_of_all_ranks
 from moefold.anatomy.step_specs import prefixed_steps
-from moefold.config.optimizer_groups import OptimizerGroup, first_match, parse_groups, refuse_matrix_rule
+from moefold.config.optimizer_groups import (
+    OptimizerGroup,
+    first_match,
+    parse_groups,
+    refuse_matrix_rule,
+    without_numbers,
+)
 from moefold.config.run import Config, OptimConfig
 
 WORD_TABLES = ("embedding.weight", "head.weight")  # left to AdamW unless an entry says otherwise
@@ -114,7 +119,3 @@ def frozen_parameters(config: Config) -> dict[str, int]:
         if group is not None and group.frozen:
             names[without_numbers(weight.name)] += 1
     return dict(names)
-
-
-def without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "*", name)

@@ -70,12 +70,16 @@ def refuse_matrix_rule(pattern: str, name: str, shape: tuple[int, ...]) -> NoRet
     )
 
 
+def without_numbers(name: str) -> str:
+    """A parameter's name with a `*` for the number of its layer."""
+    return re.sub(r"\d+", "*", name)
+
+
 def nearest_names(pattern: str, names: Collection[str]) -> str:
     """The parameter names most like a pattern. Layers with the same parameters are named once."""
     first_of_each: dict[str, str] = {}
     for name in sorted(names):
-        without_numbers = re.sub(r"\d+", "*", name)
-        first_of_each.setdefault(without_numbers, name)
+        first_of_each.setdefault(without_numbers(name), name)
     wanted = pattern.replace("*", "")
 
     def likeness(name: str) -> float:

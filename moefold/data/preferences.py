@@ -18,7 +18,7 @@ class PreferenceDocuments(MemoryDocuments):
 
 
 class PreferenceStream(DocumentStream):
-    """The same of a prepared source."""
+    """Documents of a prepared source whose halves see nothing of each other."""
 
     def read(self, start: int, end: int) -> Window:
         return separate_halves(super().read(start, end))
