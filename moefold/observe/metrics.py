@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 Record = dict[str, Any]  # of one step: `step` and its measurements
 
 LONGEST_RECORD = 64 << 20  # bytes that are read at once; the parts of a longer line are no records
+BLOCK_BYTES = 1 << 16  # read at once from the end of a file
 
 
 class MetricsSink(Protocol):
@@ -26,14 +27,11 @@ class JsonLines:
 
     def __init__(self, path: Path, keep_through: int):
         """Continue a file, dropping what was written after step `keep_through` (that work is done again)."""
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as kept:
-            for record in iterate_records(path):
-                if record["step"] <= keep_through:
-                    line = json.dumps(record)
-                    kept.write(f"{line}\n")
-        os.replace(temporary, path)
         self.file = path.open("a")
+        kept = end_of_step(path, keep_through)
+        self.file.truncate(kept)
+        if kept and not ends_with_newline(path):
+            self.file.write("\n")
 
     def write(self, record: Record) -> None:
         line = json.dumps(record)
@@ -59,6 +57,57 @@ def iterate_records(path: Path) -> Iterator[Record]:
             record = parse_record(line)
             if record is not None:
                 yield record
+
+
+def records_from_end(path: Path) -> Iterator[tuple[int, Record]]:
+    """The records of a metrics file from the last to the first, each with the offset behind its line."""
+    with path.open("rb") as file:
+        for end, line in lines_from_end(file):
+            record = parse_record(line)
+            if record is not None:
+                yield end, record
+
+
+def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Likewise its lines. A file of a long run is not read as a whole."""
+    begin = end = file.seek(0, os.SEEK_END)
+    held = b""  # the bytes from `begin` to `end`
+    while begin:
+        size = min(begin, max(BLOCK_BYTES, len(held)))
+        begin = file.seek(begin - size)
+        held = file.read(size) + held
+        while (cut := held.rfind(b"\n", 0, -1)) >= 0:
+            line = held[cut + 1 :]
+            yield end, line
+            held = held[: cut + 1]
+            end -= len(line)
+        if not begin or len(held) > LONGEST_RECORD:
+            yield end, held
+            held = b""
+            end = begin
+
+
+def end_of_step(path: Path, step: int) -> int:
+    """The offset behind the last record of a file that is of this step or an earlier one; records come in the order of
+    their steps."""
+    for end, record in records_from_end(path):
+        if record["step"] <= step:
+            return end
+    return 0
+
+
+def ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def last_step(path: Path) -> int:
+    """The step of the last record; 0 where there is none."""
+    if path.exists():
+        for _, record in records_from_end(path):
+            return record["step"]
+    return 0
 
 
 def parse_record(line: bytes) -> Record | None:

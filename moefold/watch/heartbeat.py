@@ -24,7 +24,7 @@ import torch.distributed as dist
 from moefold.layout.environment import Rendezvous
 from moefold.watch.call_sites import main_thread_site, waits_for_others
 from moefold.watch.hang_report import RankState, process_state, state_from_json
-from moefold.watch.neighbour import Neighbour
+from moefold.watch.neighbour import STOPPED_SECONDS, Neighbour
 from moefold.watch.position import HERE
 from moefold.watch.surroundings import launcher_check
 
@@ -74,7 +74,8 @@ class Heartbeat:
                 trouble = self.neighbour.look(read_state)
                 if trouble:
                     self.own_alarm = trouble
-                is_over = self.ended.wait(BEAT_SECONDS)
+                    break
+                is_over = self.ended.wait(STOPPED_SECONDS if self.neighbour.stopped else BEAT_SECONDS)
                 if is_over or missing_launcher():
                     return
             self.answer_alarm(store)

@@ -1,8 +1,8 @@
 """The neighbour of a rank: the next rank of the same node, whose process it looks at with every heartbeat.
 
-A process that is stopped (SIGSTOP) holds up all ranks, and the system says so at once: it is reported after a second,
-not at the limit of a step. Ranks of a node watch each other in a ring, so that any number of them may be stopped but
-all. Time that the watching rank was itself stopped does not count, nor does a debugger.
+A process that is stopped (SIGSTOP) holds up all ranks, and the system says so at once: it is reported after half a
+second, not at the limit of a step. Ranks of a node watch each other in a ring, so that any number of them may be
+stopped but all. Time that the watching rank was itself stopped does not count, nor does a debugger.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from moefold.layout.environment import Rendezvous
 from moefold.watch.hang_report import RankState, is_stopped
 
-STOPPED_LOOKS = 3  # in a row
+STOPPED_LOOKS = 5  # in a row
+STOPPED_SECONDS = 0.1  # from one look at a stopped process to the next
 
 ReadState = Callable[[int], RankState]  # the last heartbeat of a rank
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.layout.spawn import ENDING_SIGNALS, RanksEnd, handled_signals, signal_exit_code
-from moefold.observe.metrics import iterate_records, read_records
+from moefold.observe.metrics import last_step, read_records
 
 RESTARTS_FILE = "restarts.jsonl"
 FAULTS_FILE = "faults.jsonl"
@@ -108,9 +108,7 @@ class Supervisor:
             record = logged[-1]
             cause = str(record.get("cause"))
             return RunFault(record["step"], f"{cause}: {record.get('what')}", cause in DAMAGING_CAUSES)
-        step = 0
-        for record in iterate_records(self.out / "metrics.jsonl"):
-            step = record["step"]
+        step = last_step(self.out / "metrics.jsonl")
         return RunFault(step + 1, ended.cause)
 
     def reason_to_give_up(self, fault: RunFault, before: RunFault | None, restart: int, resume: str | None) -> str:

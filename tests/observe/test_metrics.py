@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.observe.metrics import JsonLines, TensorBoard, read_records
+from moefold.observe.metrics import BLOCK_BYTES, JsonLines, TensorBoard, last_step, read_records
 
 
 def write(path: Path, steps: range, keep_through: int = 0) -> None:
@@ -64,6 +64,21 @@ def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, junk: bytes):
     path.write_bytes(b'{"step": 1}\n' + junk)
     write(path, range(2, 3), keep_through=1)
     assert steps_in(path) == [1, 2]
+
+
+@pytest.mark.parametrize("keep_through", [-1, 0, 1, 700, 1999, 2000, 5000])
+@pytest.mark.parametrize("longest", [1, 3 * BLOCK_BYTES])
+def test_a_long_file_is_continued_behind_any_step_with_the_bytes_before_untouched(
+    tmp_path: Path, keep_through: int, longest: int
+):
+    path = tmp_path / "m.jsonl"
+    sizes = [longest if step % 700 == 1 else 40 for step in range(2001)]
+    lines = [b'{"step": %d, "text": "%s"}\n' % (step, b"x" * size) for step, size in enumerate(sizes)]
+    path.write_bytes(b"".join(lines))
+    assert last_step(path) == 2000
+    write(path, range(3000, 3001), keep_through)
+    kept = b"".join(lines[: keep_through + 1])
+    assert path.read_bytes() == kept + b'{"step": 3000, "loss": %s}\n' % repr(1 / 3001).encode()
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path):
