@@ -28,6 +28,7 @@ from moefold.layout.warm_ranks import WarmStarter, can_start_warm
 MEETING_PORTS = range(20_000, 32_000)  # Linux gives 32768 and above to connections
 GRACE_SECONDS = 10.0  # that ranks have to end by themselves after one has failed, and then to obey SIGTERM
 POLL_SECONDS = 0.05
+REPORTED_SECONDS = 0.3  # that ranks have to end once a hang is reported; one that is stopped never does
 LOG_LINES_SHOWN = 8
 HANG_CODE = 5  # of a rank that ends a run which hangs
 HANG_FILE = "hang.txt"  # in the folder of the logs: who is named, to be printed by the launcher
@@ -248,11 +249,13 @@ def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path], for
 def stop_after_hang(ranks: Sequence[RankProcess], told: Path) -> RanksEnd:
     """A rank ended the run because it hangs: print which ranks are named, and kill those that are left."""
     text = ""
+    patience = 1.0
     if told.exists():
         text = told.read_text(encoding="utf-8")
         sys.stderr.write(text)
         sys.stderr.flush()
-    end_all_ranks(ranks, patience=1.0, signals=(signal.SIGKILL,))
+        patience = REPORTED_SECONDS
+    end_all_ranks(ranks, patience, signals=(signal.SIGKILL,))
     lines = text.splitlines() or ["the run hangs"]
     cause = "; ".join(lines[:2])  # which limit was passed, and which rank is named
     return RanksEnd(HANG_CODE, cause.removeprefix("moefold: "))
