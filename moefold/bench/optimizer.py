@@ -7,6 +7,7 @@ written. The momentum of Muon, its update and the clipping are not part of eithe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz
 
 STEPS = 5
 ADAMW = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
+HEAT_CALLS = 100
 MOMENTS = ("int8", "fp8")
 CAPTION = """Newton-Schulz: over the time of its plain operations at the rate of the grouped product.
 AdamW, bf16 weights without main weights: bytes a second over those of the copy."""
@@ -52,11 +54,13 @@ class Sizes(NamedTuple):
     columns: int
     grouped: int  # matrices of the grouped product
     elements: int  # of an update, and bytes of a copy
+    heat_seconds: float  # of products before the first measurement
 
 
 SIZES = {
-    "cuda": Sizes(12 * 128 * 3, 768, 2048, 128, 2**30),  # gate, up and down of 128 experts in 12 layers of Qwen3-30B
-    "cpu": Sizes(6, 48, 128, 4, 2**16),
+    # gate, up and down of 128 experts in 12 layers of Qwen3-30B
+    "cuda": Sizes(12 * 128 * 3, 768, 2048, 128, 2**30, 3.0),
+    "cpu": Sizes(6, 48, 128, 4, 2**16, 0.0),
 }
 
 
@@ -105,18 +109,33 @@ def newton_schulz_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> list[Row
 
 
 def grouped_product_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> Iterator[Row]:
-    """X W^T of as many rows as a matrix has, for each matrix W."""
+    """X W^T of as many rows as a matrix has, for each matrix W; again and again, as long as Newton-Schulz takes, and
+    first for some seconds: a card at the limit of its power is slower than one that has just begun."""
     tell_progress("grouped products")
+    names = runnable("grouped_gemm", facts)
     w_END = random_bf16(facts.device, sizes.grouped, sizes.rows, sizes.columns)
     x_RD = random_bf16(facts.device, sizes.grouped * sizes.rows, sizes.columns)
     ends_E = torch.arange(1, sizes.grouped + 1, dtype=torch.int32, device=facts.device) * sizes.rows
     flops = 2 * x_RD.numel() * sizes.rows
-    for name in runnable("grouped_gemm", facts):
-        took = seconds(partial(grouped_gemm.implementations[name], x_RD, w_END, ends_E))
-        yield timed_row("grouped product", name, took, flops / took, None)
+    times = STEPS * sizes.matrices // sizes.grouped
+    products = {name: partial(grouped_gemm.implementations[name], x_RD, w_END, ends_E) for name in names}
     if hopper_bf16_runs(facts):
-        took = seconds(expert_product(x_RD, w_END, ends_E))
-        yield timed_row("grouped product", "of the expert kernel", took, flops / took, None)
+        products["of the expert kernel"] = expert_product(x_RD, w_END, ends_E)
+    heat_device(products[names[0]], sizes.heat_seconds, seconds)
+    for name, product in products.items():
+        took = seconds(partial(repeat_work, product, times)) / times
+        yield timed_row("grouped product", name, took, flops / took, None)
+
+
+def heat_device(work: Work, wanted: float, seconds: Seconds) -> None:
+    begun = time.monotonic()
+    while time.monotonic() < begun + wanted:
+        seconds(partial(repeat_work, work, HEAT_CALLS))
+
+
+def repeat_work(work: Work, times: int) -> None:
+    for _ in range(times):
+        work()
 
 
 def expert_product(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Work:

@@ -95,6 +95,16 @@ def swizzled_buffers(dtype: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constex
     return gl.allocate_shared_memory(dtype, [NUMBER, ROWS, COLUMNS], layout)
 
 
+@gluon.jit
+def shared_blocks(bufs, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory as blocks of another shape, swizzled alike."""
+    size: gl.constexpr = ROWS * COLUMNS
+    count: gl.constexpr = bufs.numel // size
+    shape: gl.constexpr = [count, ROWS, COLUMNS]
+    layout: gl.constexpr = bufs.type.layout
+    return bufs._reinterpret(bufs.dtype, shape, layout)
+
+
 def block_descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
     """TMA descriptor of x for blocks of this shape."""
     layout = swizzled_layout(shape)

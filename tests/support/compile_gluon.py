@@ -22,6 +22,7 @@ from moefold.kernels.experts import (
     swiglu_tiles_hopper,
     swiglu_tiles_launch,
 )
+from moefold.kernels.optimizer import newton_schulz_hopper, symmetric_product_hopper
 from moefold.kernels.quantise.fp8 import E4M3
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -90,6 +91,32 @@ def expert_kernels() -> Iterator[tuple[str, str]]:
         yield f"expert GEMM {kind} {epilogue}", ptx
 
 
+def fp16_descriptor(*shape: int) -> str:
+    return tensor_descriptor(*shape).replace("bf16", "fp16", 1)
+
+
+SYMMETRIC_PRODUCTS = [  # form, whether both operands are one matrix, adds, has scales, stores all tiles; operands
+    ("rows", True, False, True, False, tensor_descriptor),
+    ("columns", True, False, False, False, fp16_descriptor),
+    ("lower", True, True, False, False, fp16_descriptor),
+    ("lower", False, False, True, True, fp16_descriptor),
+]
+
+
+def symmetric_products() -> Iterator[tuple[str, str]]:
+    for form, squares, adds, scales, mirrors, descriptor in SYMMETRIC_PRODUCTS:
+        types = dict.fromkeys(("a_by_row", "b_by_row"), descriptor(1, 128, 64))
+        types |= dict.fromkeys(("a_by_column", "b_by_column"), descriptor(1, 64, 128))
+        types |= dict.fromkeys(("add_desc", "out_desc"), fp16_descriptor(1, 64, 64))
+        types |= {"scales_N": FP32, "alpha": "fp32", "beta": "fp32", "diagonal": "fp32"}
+        constants: dict[str, Any] = {"FORM": form, "SQUARES": squares, "ADDS": adds, "SCALES": scales}
+        constants |= {"MIRRORS": mirrors, "STAGES": newton_schulz_hopper.STAGES}
+        absent = [name for name, there in (("add_desc", adds), ("scales_N", scales)) if not there]
+        constants |= dict.fromkeys(absent)
+        kernel = symmetric_product_hopper.symmetric_product
+        yield f"symmetric product {form}", compile_for_hopper(kernel, types, constants, {"num_warps": 4})
+
+
 FP8_GEMM_TYPES = dict.fromkeys(("tiles_M4", "count", "ends_E", "first_tile_E"), INT32)
 FP8_GEMM_TYPES |= {"sa_ptr": FP32, "sb_ptr": FP32, "sa_desc": scale_descriptor(128), "sb_desc": scale_descriptor(256)}
 FP8_GEMM_TYPES |= {"out_desc": tensor_descriptor(1, 64, 64), "out_ptr": BF16, "side_ptr": BF16, "side_scales": FP32}
@@ -154,7 +181,8 @@ def swiglu_tile_kernels() -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     attention = [attention_kernels(width, causal) for width in (64, 128) for causal in (True, False)]
-    for kernels in (*attention, expert_kernels(), fp8_expert_kernels(), swiglu_tile_kernels()):
+    experts = expert_kernels(), fp8_expert_kernels(), swiglu_tile_kernels()
+    for kernels in (*attention, *experts, symmetric_products()):
         for name, ptx in kernels:
             products = ptx.count("wgmma.mma_async")
             print(f"{name}: {products} wgmma instructions")

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from moefold.kernels.hopper import split_columns
+from moefold.kernels.hopper import shared_blocks, split_columns
 
 SLAB_ROWS = gl.constexpr(16)
 SLABS = gl.constexpr(4)  # of 64 rows
@@ -117,11 +117,7 @@ def swiglu_gradient(d, g, u, w):
 @gluon.jit
 def output_blocks(bufs, ROWS: gl.constexpr):
     """These buffers as blocks of so many rows and 64 columns."""
-    size: gl.constexpr = ROWS * 64
-    count: gl.constexpr = bufs.numel // size
-    shape: gl.constexpr = [count, ROWS, 64]
-    layout: gl.constexpr = bufs.type.layout
-    return bufs._reinterpret(gl.bfloat16, shape, layout)
+    return shared_blocks(bufs, ROWS, 64)
 
 
 @gluon.jit

@@ -22,7 +22,8 @@ the left operand must be finite in the 63 rows behind an expert's last: `zero_ro
 multiples of 8: beyond them TMA loads zeros, and nothing is stored.
 
 `tiles_M4` has for each tile of 128 rows: expert, first row, real rows, first padded row. The routing is read on the
-device: the grid depends on shapes alone. No atomics: two runs agree to the bit.
+device: the grid depends on shapes alone. Operands are bf16 or fp16, as is a plain result. No atomics: two runs agree to
+the bit.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def multiply_tiles(ring, hand, grid, out_ptr, M, N, HALF: gl.constexpr, gemm):
                 epilogue_add(out_ptr, acc, tile.expert, first_row, first_column, M, N, gemm.BN)
             else:
                 wait_until_gone(hand, turn, HALF)
-                rounded = acc.to(gl.bfloat16)
+                rounded = acc.to(hand.tile.dtype)
                 place = hand.tile.index(HALF)
                 place.store(rounded)
                 fence_async_shared()
@@ -222,13 +223,15 @@ def expert_gemm(
     """A persistent program: tiles program_id, program_id + num_programs, ..."""
     gemm: gl.constexpr = GemmKind(KIND, END, BN, STAGES)
     # prologue: shared memory for operands, for a tile of results, and for gate and up fetched ahead
-    a_bufs = swizzled_buffers(gl.bfloat16, 2 * STAGES, 64, 64)
+    dtype: gl.constexpr = a_desc.dtype
+    a_bufs = swizzled_buffers(dtype, 2 * STAGES, 64, 64)
     if KIND == "nt":
-        b_bufs = swizzled_buffers(gl.bfloat16, STAGES, BN, 64)
+        b_bufs = swizzled_buffers(dtype, STAGES, BN, 64)
     else:
-        b_bufs = swizzled_buffers(gl.bfloat16, STAGES, 64, BN)
+        b_bufs = swizzled_buffers(dtype, STAGES, 64, BN)
     tile_shape: gl.constexpr = [2, 64, BN]
-    results = gl.allocate_shared_memory(gl.bfloat16, tile_shape, a_desc.layout)
+    result_dtype: gl.constexpr = out_desc.dtype if END == "plain" else dtype
+    results = gl.allocate_shared_memory(result_dtype, tile_shape, a_desc.layout)
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ahead_shape: gl.constexpr = [8, 16, 64]
     ahead = gl.allocate_shared_memory(gl.bfloat16, ahead_shape, row_major)

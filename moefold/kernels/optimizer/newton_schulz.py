@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.linear.matmul import add_matmul, matmul
+from moefold.kernels.optimizer.gram_steps import GramProducts, PlainProducts, orthogonalise
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 Coefficients = tuple[float, float, float]
@@ -98,9 +99,12 @@ def newton_schulz_batched(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -
 
 @newton_schulz.register_fast("gram")
 def newton_schulz_gram(x_NRC: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
-    from moefold.kernels.optimizer import newton_schulz_triton
+    products: GramProducts = PlainProducts()
+    if x_NRC.is_cuda:
+        from moefold.kernels.optimizer.newton_schulz_hopper import HopperProducts
 
-    return newton_schulz_triton.launch_newton_schulz(x_NRC, coefficients, LEAST_NORM)
+        products = HopperProducts(x_NRC.device)
+    return orthogonalise(x_NRC, coefficients, LEAST_NORM, products)
 
 
 NEWTON_SCHULZ_SHAPES = [  # matrices, rows, columns: small singular values would make rounding large
