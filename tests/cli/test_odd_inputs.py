@@ -97,4 +97,5 @@ def test_a_checkpoint_whose_state_is_nonsense_is_refused_by_resume(tmp_path: Pat
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_of_odd_inputs_ends_in_an_answer_or_a_refusal(kind: str):
     """`python -m tests.support.fuzz_inputs` runs thousands of them."""
-    assert run_cases(kind, 30, seed=int(os.environ.get("MOEFOLD_TEST_SEED", "7"))) == []
+    cases = 4 if kind == "shell" else 30
+    assert run_cases(kind, cases, seed=int(os.environ.get("MOEFOLD_TEST_SEED", "7"))) == []

@@ -8,6 +8,7 @@
     python -m tests.support.fault_trials pairs --trials 20      likewise, of two replicas alone
     python -m tests.support.fault_trials kills --trials 20      a random rank killed, with checkpoints in memory
     python -m tests.support.fault_trials lost --trials 4        likewise, and the copy in memory lost or damaged
+    python -m tests.support.fault_trials saves --trials 30      one or all ranks killed in the middle of a save
 
 Each prints a line a trial and a summary; the exit code is the number of trials that failed. Ranks are forked warm
 (launched.py). `--seed` gives the same choices again.
@@ -42,7 +43,7 @@ from tests.support.damaged_runs import (
     is_traced,
     traced_faults,
 )
-from tests.support.kill_trials import HARMS, KilledRun, kill_at_random, kill_with_harm
+from tests.support.kill_trials import HARMS, KilledRun, kill_at_random, kill_while_saving, kill_with_harm
 from tests.support.launched import Launcher, has_steps, is_alive, launched, small_ranks, wait_until
 from tests.support.ranks import CONTEXT, run_ranks
 
@@ -194,6 +195,12 @@ def lost_copy_trial(folder: Path, chance: random.Random, number: int) -> Outcome
     return Outcome(passed, f"{what}: {describe_kill(run)}", run.lost_steps, "steps lost")
 
 
+def save_trial(folder: Path, chance: random.Random, number: int) -> Outcome:
+    run = kill_while_saving(folder, chance, RANKS)
+    passed = run.same_losses and run.source == "disk"
+    return Outcome(passed, describe_kill(run), run.lost_steps, "steps lost")
+
+
 def describe_kill(run: KilledRun) -> str:
     losses = "same losses" if run.same_losses else "OTHER LOSSES"
     return f"killed behind step {run.killed_at}, went on behind step {run.resumed} from {run.source}: {losses}"
@@ -208,6 +215,7 @@ TRIALS: dict[str, Callable[[Path, random.Random, int], Outcome]] = {
     "pairs": partial(flip_trial, ranks=2),
     "kills": kill_trial,
     "lost": lost_copy_trial,
+    "saves": save_trial,
 }
 
 

@@ -1,6 +1,7 @@
 """Odd inputs in large numbers: each must end in an answer or a refusal, never in another exception.
 
     python -m tests.support.fuzz_inputs words --cases 10000         command lines of commands that train nothing
+    python -m tests.support.fuzz_inputs shell --cases 200           likewise, each through a shell
     python -m tests.support.fuzz_inputs configs --cases 1000        YAML files
     python -m tests.support.fuzz_inputs checkpoints --cases 500     checkpoints with changed and resealed JSON
     python -m tests.support.fuzz_inputs data --cases 1000           files of data of every kind, prepared folders
@@ -20,7 +21,9 @@ import io
 import json
 import random
 import resource
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,16 +43,32 @@ from tests.support.odd_bytes import change_somewhere
 
 KEYS = [key.path for key in iterate_keys(Config())]
 COMMANDS = ["explain", "presets", "simulate", "ckpt", "report", "convert", "trian", "--version", "", "doctor hang"]
+SHELL_SECONDS = 60.0
 ODD_VALUES = ["", "-1", "0", "1e999", "nan", "9" * 5000, "0" * 5000 + "1", "\x1b[2J", "\ud800", "true", "[", "{", "a,b"]
 ODD_VALUES += ["*", "&a", "<<", "!!python/object:os.system", "../../etc/passwd", "/dev/null", "x" * 5000, "1_0", "0x1f"]
 
 
-def fuzz_words(folder: Path, chance: random.Random) -> str:
+def odd_words(chance: random.Random) -> list[str]:
     words = chance.choice(COMMANDS).split()
     for _ in range(chance.randrange(5)):
         key = chance.choice([*KEYS, "nproc", "json", "out", "gpus"])
         value = chance.choice(ODD_VALUES)
         words += chance.choice([[f"--{key}", value], [f"{key}={value}"], [value], [f"--{key}"], ["tiny"]])
+    return words
+
+
+def fuzz_shell(folder: Path, chance: random.Random) -> str:
+    """A command line in a shell, which can pass no lone surrogate."""
+    words = [word for word in odd_words(chance) if word.isprintable() or "\x1b" in word]
+    line = shlex.join([sys.executable, "-m", "moefold", *words])
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, errors="replace", timeout=SHELL_SECONDS)
+    said = done.stdout + done.stderr
+    is_fine = done.returncode in (0, 1, 2) and "Traceback" not in said and "\x1b[2J" not in said
+    return "" if is_fine else f"{words!r:.300}: {done.returncode} {said[-300:]}"
+
+
+def fuzz_words(folder: Path, chance: random.Random) -> str:
+    words = odd_words(chance)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             run_command_line(words)
@@ -121,6 +140,7 @@ def save_small_checkpoint(folder: Path) -> None:
 
 KINDS: dict[str, Callable[[Path, random.Random], str]] = {
     "words": fuzz_words,
+    "shell": fuzz_shell,
     "configs": fuzz_config,
     "checkpoints": fuzz_checkpoint,
     "data": fuzz_data,

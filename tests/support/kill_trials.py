@@ -9,7 +9,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ STEPS = 40  # behind the last kill there are enough for a slow machine to kill i
 KEYS = ["--train.steps", str(STEPS), "--train.validate_every", str(STEPS)]
 IN_MEMORY = ["--checkpoint.memory_every", "2", "--restarts", "2"]
 DISK_EVERY = 10
+SAVE_EVERY = 2
+LONGEST_SAVE = 0.05  # seconds, of a small model
 BETWEEN_SAVES = 15  # a step: memory has a later checkpoint than the disk
 FIRST_KILL, LAST_KILL = 6, 20  # steps; behind the first of them a checkpoint is whole in memory
 LONGEST_WAIT = 0.3  # seconds behind a step, which takes a tenth of one
@@ -109,15 +111,41 @@ def kill_with_harm(folder: Path, ranks: int, harm: Harm) -> KilledRun:
     return disturbed_run(folder, ranks, DISK_EVERY, BETWEEN_SAVES, harm_and_kill)
 
 
+def kill_while_saving(folder: Path, chance: random.Random, ranks: int) -> KilledRun:
+    """Kill one or all ranks in the middle of a save, in a run with checkpoints on the disk alone."""
+    steps = chance.randint(FIRST_KILL, LAST_KILL)
+    pause = chance.random() * LONGEST_SAVE
+    number = chance.choice([1, ranks])
+
+    def kill_in_save(launcher: Launcher) -> None:
+        assert wait_until(lambda: is_saving(folder / "a")), launcher.output()
+        time.sleep(pause)
+        alive = launcher.ranks()
+        kill_all(chance.sample(alive, number))
+
+    return disturbed_run(folder, ranks, SAVE_EVERY, steps, kill_in_save, ["--restarts", "2"])
+
+
+def is_saving(out: Path) -> bool:
+    return any((out / "checkpoints").glob("*.tmp"))
+
+
 def kill_all(processes: list[int]) -> None:
     for pid in processes:
         os.kill(pid, signal.SIGKILL)
 
 
-def disturbed_run(folder: Path, ranks: int, disk_every: int, steps: int, disturb: Harm) -> KilledRun:
+def disturbed_run(
+    folder: Path,
+    ranks: int,
+    disk_every: int,
+    steps: int,
+    disturb: Harm,
+    options: Sequence[str] = IN_MEMORY,
+) -> KilledRun:
     """A run to its end that was disturbed behind some step, and behind the checkpoints on the disk before it."""
     out = folder / "a"
-    keys = [*KEYS, *IN_MEMORY, "--checkpoint.every", str(disk_every)]
+    keys = [*KEYS, *options, "--checkpoint.every", str(disk_every)]
     with launched(small_ranks(folder, "a", ranks, *keys), folder / "log") as launcher:
         assert wait_until(lambda: has_steps(out, steps)), launcher.output()
         disk_step = disk_every and steps // disk_every * disk_every

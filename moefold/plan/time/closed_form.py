@@ -398,7 +398,8 @@ def least_update_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, sta
     exposed = exposed_exchange_seconds(s, cluster, times, grids)
     owned_dense = owned_state_share(s, "dense") * grids.dense
     owned_expert = owned_state_share(s, "expert") * grids.expert
-    return exposed + update_seconds(s, cluster, owned_dense, owned_expert)
+    forward = sum(stage.forward_compute for stage in times)
+    return exposed + update_seconds(s, cluster, owned_dense, owned_expert, forward)
 
 
 class GridParameters(NamedTuple):

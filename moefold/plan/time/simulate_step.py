@@ -198,19 +198,19 @@ def exposed_update_seconds(clock: StepClock, stages: Sequence[StagePieces], pass
         exposed_gather = max(0.0, gather - F.compute)
         exposed += exposed_scatter + exposed_gather
     copying = copied / clock.quantise_bandwidth
-    optimizer = optimizer_seconds(clock, parameters) + copying
+    optimizer = optimizer_seconds(clock, parameters, passes.F.compute) + copying
     return UpdateSeconds(exposed, optimizer)
 
 
-def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> float:
-    """Seconds of the optimizer on the parameters whose state this rank holds."""
+def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass], forward: float) -> float:
+    """Seconds of the optimizer on the parameters whose state this rank holds. `forward`: of a microbatch."""
     s = clock.setting
     is_sharded = s.choices.sharding != "none"
     owned = {"dense": 0.0, "expert": 0.0}
     for (grid, _), count in parameters.items():
         shards = s.shards_of(grid) if is_sharded else 1
         owned[grid] += count / shards
-    return update_seconds(s, clock.cluster, owned["dense"], owned["expert"])
+    return update_seconds(s, clock.cluster, owned["dense"], owned["expert"], forward)
 
 
 def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: PipelineTime) -> dict[str, float]:

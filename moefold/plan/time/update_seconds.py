@@ -12,6 +12,7 @@ from math import prod
 from moefold.anatomy.adapters import adapter_parameters
 from moefold.anatomy.model_totals import mtp_parameters, total_parameters
 from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
+from moefold.anatomy.visiting_states import GIB
 from moefold.config.run import Config, LoraConfig, ModelConfig
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.memory.grouped_parameters import trained_share
@@ -19,26 +20,39 @@ from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES,
 from moefold.plan.memory.run_setting import RunSetting
 
 MUON_PASS_BYTES = 8  # of a parameter: direction and orthogonal matrix, each written and read in bf16
-NEWTON_SCHULZ_RATE = 0.8  # of the peak in bf16, counting plain operations: the Gram form needs half of them
+NEWTON_SCHULZ_RATE = 0.8  # of the peak in bf16, counting plain operations, of which the Gram form needs half
+TWO_WAY_LINK = 0.91  # of the rate of one way, each way, as measured on an H200
 Matrix = tuple[int, int]
 
 
-def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float) -> float:
-    """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds."""
+def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float, forward: float) -> float:
+    """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds. `forward`: of a
+    microbatch, beside which states come from the host."""
     trained = trained_part(s)
     dense *= trained
     expert *= trained
     owned = dense + expert
-    state = optimizer_bytes(s)
-    moved = owned * state
+    moved = owned * optimizer_bytes(s)
     seconds = moved / cluster.pointwise_bandwidth
     if s.optim.rule == "muon":
         seconds += muon_seconds(s, cluster, dense, expert)
     if not s.states_on_host:
         return seconds
-    of_host = state - s.recipe.wide
-    copied = owned * of_host
-    return max(seconds, copied / cluster.gpu.host_link)
+    copying = exposed_copy_seconds(s, cluster, owned, forward)
+    return max(seconds, copying)
+
+
+def exposed_copy_seconds(s: RunSetting, cluster: Cluster, owned: float, forward: float) -> float:
+    """Seconds in which states come from the host and go back, both at once. In this trainer those that fit in the
+    window came before the end of backward, and the next forward runs beside the last ones."""
+    state = MAIN_WEIGHT_BYTES[s.optim.main] + fewest_moment_bytes(s.optim)
+    one_way = owned * state
+    rate = TWO_WAY_LINK * cluster.gpu.host_link
+    if s.choices.stack != "moefold":
+        return one_way / rate
+    ahead = min(one_way, s.optim.states_window_gib * GIB)
+    exposed = (one_way - ahead) / rate - forward
+    return max(0.0, exposed)
 
 
 def trained_part(s: RunSetting) -> float:
