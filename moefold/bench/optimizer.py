@@ -118,7 +118,9 @@ def grouped_product_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> Iterat
     ends_E = torch.arange(1, sizes.grouped + 1, dtype=torch.int32, device=facts.device) * sizes.rows
     flops = 2 * x_RD.numel() * sizes.rows
     times = STEPS * sizes.matrices // sizes.grouped
-    products = {name: partial(grouped_gemm.implementations[name], x_RD, w_END, ends_E) for name in names}
+    products: dict[str, Work] = {}
+    for name in names:
+        products[name] = partial(grouped_gemm.implementations[name], x_RD, w_END, ends_E)
     if hopper_bf16_runs(facts):
         products["of the expert kernel"] = expert_product(x_RD, w_END, ends_E)
     heat_device(products[names[0]], sizes.heat_seconds, seconds)

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import difflib
+import io
 import re
+import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -19,6 +23,7 @@ from moefold.presets.command_form import CommandForm
 from moefold.presets.command_help import help_text
 from moefold.presets.declared_options import declared_options
 from moefold.presets.zoo import PRESETS
+from moefold.printable import escape_character
 
 T = TypeVar("T")
 
@@ -92,8 +97,23 @@ def read_options(form: CommandForm[T], argv: Sequence[str]) -> tuple[T, list[str
             raise SystemExit(0)
     refuse_misspelt_option(form.options, overrides)
     refuse_illegal_numbers(form.options, mine)
-    options = tyro.cli(form.options, args=mine, prog=f"moefold {form.name}")
-    return options, overrides
+    return parse_own_options(form, mine), overrides
+
+
+def parse_own_options(form: CommandForm[T], words: Sequence[str]) -> T:
+    """The options, read by tyro, which repeats words as they are: where some hold control characters, its message is
+    printed with these escaped."""
+    parse = partial(tyro.cli, form.options, args=words, prog=f"moefold {form.name}")
+    if all(word.isprintable() for word in words):
+        return parse()
+    message = io.StringIO()
+    try:
+        with redirect_stdout(message), redirect_stderr(message):
+            return parse()
+    except SystemExit:
+        for line in message.getvalue().split("\n"):
+            print("".join(map(escape_character, line)), file=sys.stderr)
+        raise
 
 
 def refuse_illegal_numbers(options: type[Any], words: Sequence[str]) -> None:

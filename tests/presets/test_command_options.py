@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from moefold.cli.main import run_command_line
 from moefold.cli.train import TrainOptions
 from moefold.presets.command_options import split_overrides
 
@@ -53,3 +54,11 @@ def test_help_ends_without_a_word_where_its_reader_has_ended(words: str):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_refused_word_is_repeated_with_its_control_characters_escaped(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        run_command_line(["ckpt", "\x1b[2J"])
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+    assert "[2J" in said.err

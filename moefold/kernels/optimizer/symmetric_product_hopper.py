@@ -71,7 +71,7 @@ class ProductKind(NamedTuple):
     STAGES: Any
 
 
-class Operand(NamedTuple):
+class SymmetricOperand(NamedTuple):
     """Descriptors of a batch of matrices: blocks of 128 rows and 64 columns, and of 64 rows and 128 columns."""
 
     by_row: Any
@@ -414,8 +414,8 @@ def symmetric_product(
     hand = make_hand(results)
     fence_async_shared()
 
-    a = Operand(a_by_row, a_by_column)
-    b = Operand(b_by_row, b_by_column)
+    a = SymmetricOperand(a_by_row, a_by_column)
+    b = SymmetricOperand(b_by_row, b_by_column)
     grid = SymmetricGrid(total, per_matrix, gl.cdiv(depth, DEPTH))
     numbers = ProductNumbers(alpha, scales_N, beta, diagonal)
     gl.warp_specialize(
