@@ -256,7 +256,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds from fault to fault")
-    parser.add_argument("--step-timeout", type=float, default=1.5, help="seconds; short for a machine of its own")
+    parser.add_argument("--step-timeout", type=float, default=1.2, help="seconds; short for a machine of its own")
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument(OWN_NETWORK, action="store_true", help=argparse.SUPPRESS)
