@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -27,6 +28,7 @@ class JsonLines:
 
     def __init__(self, path: Path, keep_through: int):
         """Continue a file, dropping what was written after step `keep_through` (that work is done again)."""
+        break_links(path)
         self.file = path.open("a")
         kept = end_of_step(path, keep_through)
         self.file.truncate(kept)
@@ -76,15 +78,24 @@ def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         size = min(begin, max(BLOCK_BYTES, len(held)))
         begin = file.seek(begin - size)
         held = file.read(size) + held
-        while (cut := held.rfind(b"\n", 0, -1)) >= 0:
-            line = held[cut + 1 :]
-            yield end, line
-            held = held[: cut + 1]
-            end -= len(line)
+        stop = len(held)
+        while (cut := held.rfind(b"\n", 0, max(0, stop - 1))) >= 0:
+            yield begin + stop, held[cut + 1 : stop]
+            stop = cut + 1
+        held = held[:stop]
+        end = begin + stop
         if not begin or len(held) > LONGEST_RECORD:
             yield end, held
             held = b""
             end = begin
+
+
+def break_links(path: Path) -> None:
+    """Make a file that other names share, as after `cp -al`, a file of its own: it will be cut in place."""
+    if path.exists() and (path.is_symlink() or path.stat().st_nlink > 1):
+        own = path.with_suffix(".tmp")
+        shutil.copyfile(path, own)
+        os.replace(own, path)
 
 
 def end_of_step(path: Path, step: int) -> int:

@@ -14,7 +14,7 @@ TAIL_BYTES = 256  # the last ones read, by which a file that was written anew is
 class GrowingFile:
     """A file of JSON lines, read from where the last read has ended.
 
-    A resumed run writes its files anew: without the lines behind its checkpoint, then with others. Such a file is
+    A resumed run cuts its files: without the lines behind its checkpoint, then with others. Such a file is
     shorter than what was read, or its bytes there differ.
     """
 

@@ -1,9 +1,12 @@
 """metrics.jsonl survives crashes and resumes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,25 @@ def test_a_long_file_is_continued_behind_any_step_with_the_bytes_before_untouche
     write(path, range(3000, 3001), keep_through)
     kept = b"".join(lines[: keep_through + 1])
     assert path.read_bytes() == kept + b'{"step": 3000, "loss": %s}\n' % repr(1 / 3001).encode()
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_continuing_a_file_with_another_name_leaves_the_other_as_it_was(tmp_path: Path, link: Callable[..., None]):
+    path = tmp_path / "m.jsonl"
+    write(path, range(1, 6))
+    other = tmp_path / "other.jsonl"
+    link(path, other)
+    write(other, range(3, 5), keep_through=2)
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    assert steps_in(other) == [1, 2, 3, 4]
+
+
+def test_a_long_last_line_that_is_no_record_takes_no_time(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n' * 20_000 + bytes(16 << 20))
+    begun = time.monotonic()
+    assert last_step(path) == 1
+    assert time.monotonic() - begun < 5
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path):

@@ -95,6 +95,18 @@ def fp16_descriptor(*shape: int) -> str:
     return tensor_descriptor(*shape).replace("bf16", "fp16", 1)
 
 
+def fp16_products() -> Iterator[tuple[str, str]]:
+    """Products of Newton-Schulz with X, in fp16, into bf16 as into fp16."""
+    constants: dict[str, Any] = {"KIND": "nn", "END": "plain", "BN": COLUMNS, "STAGES": grouped_gemm_launch.STAGES}
+    constants |= dict.fromkeys(SIDE)
+    operands = {"a_desc": fp16_descriptor(64, 64), "b_desc": fp16_descriptor(64, COLUMNS)}
+    results = {BF16: tensor_descriptor(1, 64, 64), "*fp16": fp16_descriptor(1, 64, 64)}
+    for pointer, descriptor in results.items():
+        types = GEMM_TYPES | operands | {"out_desc": descriptor, "out_ptr": pointer}
+        ptx = compile_for_hopper(grouped_gemm_hopper.expert_gemm, types, constants, {"num_warps": 4})
+        yield f"expert GEMM nn plain, fp16 to {pointer}", ptx
+
+
 SYMMETRIC_PRODUCTS = [  # form, whether both operands are one matrix, adds, has scales, stores all tiles; operands
     ("rows", True, False, True, False, tensor_descriptor),
     ("columns", True, False, False, False, fp16_descriptor),
@@ -182,7 +194,7 @@ def swiglu_tile_kernels() -> Iterator[tuple[str, str]]:
 def main() -> None:
     attention = [attention_kernels(width, causal) for width in (64, 128) for causal in (True, False)]
     experts = expert_kernels(), fp8_expert_kernels(), swiglu_tile_kernels()
-    for kernels in (*attention, *experts, symmetric_products()):
+    for kernels in (*attention, *experts, fp16_products(), symmetric_products()):
         for name, ptx in kernels:
             products = ptx.count("wgmma.mma_async")
             print(f"{name}: {products} wgmma instructions")

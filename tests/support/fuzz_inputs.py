@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import random
 import resource
 import shlex
@@ -43,6 +44,7 @@ from tests.support.odd_bytes import change_somewhere
 
 KEYS = [key.path for key in iterate_keys(Config())]
 COMMANDS = ["explain", "presets", "simulate", "ckpt", "report", "convert", "trian", "--version", "", "doctor hang"]
+ROOT = Path(__file__).parents[2]
 SHELL_SECONDS = 60.0
 ODD_VALUES = ["", "-1", "0", "1e999", "nan", "9" * 5000, "0" * 5000 + "1", "\x1b[2J", "\ud800", "true", "[", "{", "a,b"]
 ODD_VALUES += ["*", "&a", "<<", "!!python/object:os.system", "../../etc/passwd", "/dev/null", "x" * 5000, "1_0", "0x1f"]
@@ -61,9 +63,16 @@ def fuzz_shell(folder: Path, chance: random.Random) -> str:
     """A command line in a shell, which can pass no lone surrogate."""
     words = [word for word in odd_words(chance) if word.isprintable() or "\x1b" in word]
     line = shlex.join([sys.executable, "-m", "moefold", *words])
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, errors="replace", timeout=SHELL_SECONDS)
+    found = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(
+            line, shell=True, env=found, capture_output=True, text=True, errors="replace", timeout=SHELL_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"{words!r:.300}: not done within {SHELL_SECONDS:g} s"
     said = done.stdout + done.stderr
-    is_fine = done.returncode in (0, 1, 2) and "Traceback" not in said and "\x1b[2J" not in said
+    bad = [text for text in ("Traceback", "No module named", "\x1b[2J") if text in said]
+    is_fine = done.returncode in (0, 1, 2) and not bad
     return "" if is_fine else f"{words!r:.300}: {done.returncode} {said[-300:]}"
 
 

@@ -1,11 +1,11 @@
 """Epilogues of the grouped GEMM (Gluon device functions).
 
 Two warps run them concurrently with the consumer warpgroups, which hand over every 64 rows of 256 columns in shared
-memory, rounded to bf16, and go on with the next tile: they would idle for up to a quarter of the time otherwise.
-Results that need no arithmetic are stored by TMA, which clips at the edges of planes: gate and up are two planes,
-experts' weight gradients one each, everything else is one. Results that need arithmetic, and an expert's last rows,
-behind which another expert's begin, are processed in slabs of 16 rows and 64 columns, 16 values to a thread, and are
-stored from registers.
+memory, rounded to the type of the result, and go on with the next tile: they would idle for up to a quarter of the
+time otherwise. Results that need no arithmetic are stored by TMA, which clips at the edges of planes: gate and up are
+two planes, experts' weight gradients one each, everything else is one. Results that need arithmetic, and an expert's
+last rows, behind which another expert's begin, are processed in slabs of 16 rows and 64 columns, 16 values to a thread,
+and are stored from registers.
 
 Accumulation onto existing gradients stays in the consumer warpgroups: rounded to bf16 first, it would lose precision.
 """

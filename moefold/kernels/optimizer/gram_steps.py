@@ -8,8 +8,8 @@
 
 For tall matrices X^T takes the place of X, without a copy. G, P and Q are polynomials of one matrix: their products are
 symmetric. Between products numbers are fp16, whose rounding is an eighth of bf16's; the first X and Q have the dtype of
-the matrices. Rounding can make small eigenvalues of G negative, and a step makes those larger by a^2; a new G from X
-has none of that.
+the matrices, whose norms must be below 1e19: sums are fp32. Rounding can make small eigenvalues of G negative, and a
+step makes those larger by a^2; a new G from X has none of that.
 
 `GramProducts` multiplies: in plain operations of torch here, in kernels for Hopper in newton_schulz_hopper.py.
 """

@@ -28,6 +28,7 @@ from moefold.kernels.optimizer.matrix_norms_triton import inverse_norms
 from moefold.kernels.optimizer.symmetric_product_hopper import DEPTH, HALF_ROWS, TILE, symmetric_product
 
 ALIGNED = 8  # elements: rows begin at multiples of 16 bytes, as TMA needs
+STEP_DEPTH = 64  # of the grouped GEMM: the last step of a matrix must not read the next one, which may hold NaN
 STAGES = 3  # of operands in flight; more leave no shared memory for a tile of results
 
 
@@ -51,8 +52,8 @@ class HopperProducts:
 
     def aligned(self, x: Tensor) -> Tensor:
         _, rows, columns = x.shape
-        more_rows = -rows % ALIGNED
-        more_columns = -columns % ALIGNED
+        more_rows = -rows % (ALIGNED if is_tall(x) else STEP_DEPTH)
+        more_columns = -columns % (STEP_DEPTH if is_tall(x) else ALIGNED)
         if more_rows or more_columns:
             x = pad(x, (0, more_columns, 0, more_rows))
         return x.contiguous()
@@ -113,6 +114,7 @@ def plan_of_matrices(count: int, rows: int, device: torch.device) -> RowTilePlan
 
 def launch_symmetric_product(a: Tensor, b: Tensor, out_NRR: Tensor, form: str, end: ProductEnd) -> None:
     """A B^T of matrices whose product is symmetric; `form`: how they lie in memory (symmetric_product_hopper.py)."""
+    assert end.add_NRR is not None or end.beta == end.diagonal == 0.0, "added along with a matrix"
     count, rows, _ = out_NRR.shape
     depth = a.shape[1] if form == "columns" else a.shape[2]
     tiles = tiles_of_matrix(rows)

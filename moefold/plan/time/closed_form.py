@@ -47,7 +47,7 @@ from moefold.plan.memory.run_setting import (
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds
 from moefold.plan.time.step_times import StepClock
-from moefold.plan.time.update_seconds import trained_part, update_seconds
+from moefold.plan.time.update_seconds import PassTimes, trained_part, update_seconds
 from moefold.schedule.simulate_program import OpLanes, paired_duration
 
 PieceKind = tuple[str, int]
@@ -399,7 +399,8 @@ def least_update_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, sta
     owned_dense = owned_state_share(s, "dense") * grids.dense
     owned_expert = owned_state_share(s, "expert") * grids.expert
     forward = sum(stage.forward_compute for stage in times)
-    return exposed + update_seconds(s, cluster, owned_dense, owned_expert, forward)
+    backward = sum(stage.backward_compute for stage in times)
+    return exposed + update_seconds(s, cluster, owned_dense, owned_expert, PassTimes(forward, backward))
 
 
 class GridParameters(NamedTuple):

@@ -26,7 +26,7 @@ from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
-from moefold.plan.time.update_seconds import trained_part, update_seconds
+from moefold.plan.time.update_seconds import PassTimes, trained_part, update_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, slot_slack, time_slots
 from moefold.schedule.stage_costs import StageCosts
@@ -198,19 +198,21 @@ def exposed_update_seconds(clock: StepClock, stages: Sequence[StagePieces], pass
         exposed_gather = max(0.0, gather - F.compute)
         exposed += exposed_scatter + exposed_gather
     copying = copied / clock.quantise_bandwidth
-    optimizer = optimizer_seconds(clock, parameters, passes.F.compute) + copying
+    optimizer = optimizer_seconds(clock, parameters, passes) + copying
     return UpdateSeconds(exposed, optimizer)
 
 
-def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass], forward: float) -> float:
-    """Seconds of the optimizer on the parameters whose state this rank holds. `forward`: of a microbatch."""
+def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass], passes: PassSeconds) -> float:
+    """Seconds of the optimizer on the parameters whose state this rank holds."""
     s = clock.setting
     is_sharded = s.choices.sharding != "none"
     owned = {"dense": 0.0, "expert": 0.0}
     for (grid, _), count in parameters.items():
         shards = s.shards_of(grid) if is_sharded else 1
         owned[grid] += count / shards
-    return update_seconds(s, clock.cluster, owned["dense"], owned["expert"], forward)
+    F, D, W = passes
+    beside = PassTimes(F.compute, D.compute + W.compute)
+    return update_seconds(s, clock.cluster, owned["dense"], owned["expert"], beside)
 
 
 def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: PipelineTime) -> dict[str, float]:

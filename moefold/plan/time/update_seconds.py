@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from moefold.anatomy.adapters import adapter_parameters
 from moefold.anatomy.model_totals import mtp_parameters, total_parameters
@@ -25,9 +26,15 @@ TWO_WAY_LINK = 0.91  # of the rate of one way, each way, as measured on an H200
 Matrix = tuple[int, int]
 
 
-def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float, forward: float) -> float:
-    """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds. `forward`: of a
-    microbatch, beside which states come from the host."""
+class PassTimes(NamedTuple):
+    """Seconds that a rank computes for a microbatch, beside which states may be copied."""
+
+    forward: float
+    backward: float
+
+
+def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float, passes: PassTimes) -> float:
+    """Seconds for parameters of the dense grid and of the expert grid whose state a rank holds."""
     trained = trained_part(s)
     dense *= trained
     expert *= trained
@@ -38,21 +45,23 @@ def update_seconds(s: RunSetting, cluster: Cluster, dense: float, expert: float,
         seconds += muon_seconds(s, cluster, dense, expert)
     if not s.states_on_host:
         return seconds
-    copying = exposed_copy_seconds(s, cluster, owned, forward)
+    copying = exposed_copy_seconds(s, cluster, owned, passes)
     return max(seconds, copying)
 
 
-def exposed_copy_seconds(s: RunSetting, cluster: Cluster, owned: float, forward: float) -> float:
-    """Seconds in which states come from the host and go back, both at once. In this trainer those that fit in the
-    window came before the end of backward, and the next forward runs beside the last ones."""
+def exposed_copy_seconds(s: RunSetting, cluster: Cluster, owned: float, passes: PassTimes) -> float:
+    """Seconds in which states come from the host and go back, both at once, beside nothing else. In this trainer copies
+    go on during the whole step at best; those that do not fit in the window come behind backward, beside the next
+    forward."""
     state = MAIN_WEIGHT_BYTES[s.optim.main] + fewest_moment_bytes(s.optim)
     one_way = owned * state
     rate = TWO_WAY_LINK * cluster.gpu.host_link
     if s.choices.stack != "moefold":
         return one_way / rate
     ahead = min(one_way, s.optim.states_window_gib * GIB)
-    exposed = (one_way - ahead) / rate - forward
-    return max(0.0, exposed)
+    behind_backward = (one_way - ahead) / rate - passes.forward
+    beyond_step = one_way / rate - s.microbatches * (passes.forward + passes.backward)
+    return max(0.0, behind_backward, beyond_step)
 
 
 def trained_part(s: RunSetting) -> float:

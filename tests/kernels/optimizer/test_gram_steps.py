@@ -1,4 +1,4 @@
-"""Newton-Schulz in Gram form: nearer to exact numbers than bf16 steps, symmetric to the bit, and free of the batch."""
+"""Newton-Schulz in Gram form: nearer to exact numbers than bf16 steps, and free of the batch."""
 
 from __future__ import annotations
 

@@ -89,3 +89,6 @@ def test_newton_schulz_is_that_of_plain_products_and_the_same_in_two_runs(shape:
     assert difference < 0.02
     assert torch.equal(found, newton_schulz_gram(x, coefficients))
     assert torch.equal(found[-1:], newton_schulz_gram(x[-1:], coefficients))
+    if len(x) > 1:
+        x[1] = float("nan")
+        assert torch.equal(found[:1], newton_schulz_gram(x, coefficients)[:1])

@@ -12,7 +12,7 @@ from moefold.plan.memory.peak_memory import build_run_setting
 from moefold.plan.memory.run_setting import RunSetting
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.simulate_step import time_training_step
-from moefold.plan.time.update_seconds import muon_seconds, orthogonalising_flops, update_seconds
+from moefold.plan.time.update_seconds import PassTimes, muon_seconds, orthogonalising_flops, update_seconds
 from moefold.presets.recipe import resolve_recipe
 
 H200 = find_gpu_by_name("h200")
@@ -47,7 +47,7 @@ def test_muon_costs_what_its_shares_cost_and_adamw_has_none_of_it():
     muon, adamw = one_rank("muon"), one_rank("adamw")
     whole = muon_seconds(muon, cluster, 1e9, 8e9)
     assert whole == pytest.approx(2 * muon_seconds(muon, cluster, 0.5e9, 4e9))
-    with_muon, with_adamw = (update_seconds(s, cluster, 1e9, 8e9, forward=0.0) for s in (muon, adamw))
+    with_muon, with_adamw = (update_seconds(s, cluster, 1e9, 8e9, PassTimes(0.0, 0.0)) for s in (muon, adamw))
     assert with_muon - with_adamw == pytest.approx(whole, rel=0.02)
 
 
@@ -63,12 +63,17 @@ def test_a_step_with_states_on_the_host_is_forecast():
     assert seconds_of_olmoe("--optim.states=host") == pytest.approx(0.88, rel=0.07)
 
 
-def test_states_that_fit_in_the_window_or_beside_a_long_step_cost_nothing():
-    here = seconds_of_olmoe()
-    small, large = (seconds_of_olmoe("--optim.states=host", f"--optim.states_window_gib={gib}") for gib in (4, 16))
-    assert here < large < small
-    assert small - large == pytest.approx(12 * 2**30 / (0.91 * H200.host_link))
-    assert seconds_of_olmoe("--optim.states=host", "--optim.states_window_gib=64") == here
+def test_a_window_hides_copies_behind_a_step_but_no_step_is_shorter_than_its_copies():
+    none, small, large = (
+        seconds_of_olmoe("--optim.states=host", f"--optim.states_window_gib={gib}") for gib in (0, 4, 64)
+    )
+    rate = 0.91 * H200.host_link
+    assert none - small == pytest.approx(4 * 2**30 / rate)
+    copies = 6.92e9 * 6 / rate
+    assert copies * 0.99 < large < small
+    long = ("--train.global_batch=64", "--optim.gradients=fp32")
+    beside = seconds_of_olmoe("--optim.states=host", "--optim.states_window_gib=64", *long)
+    assert beside == pytest.approx(seconds_of_olmoe(*long))
 
 
 @pytest.mark.parametrize("words", ["--optim.groups=*.moe.experts.*: frozen", "--lora.rank=16"])
