@@ -7,7 +7,6 @@ from contextlib import suppress
 from moefold.config.errors import UserError
 from moefold.config.memory_rules import dispatches_again, recomputed_exchanges
 from moefold.config.optimizer_groups import parse_groups
-from moefold.config.precision_rules import recipes_in_use
 from moefold.config.rule import ConfigOnRanks, RuleList, divisors_in_words
 
 MODE = "shard.mode"
@@ -39,17 +38,6 @@ def advise_replicas(c: ConfigOnRanks) -> str:
 )
 def copies_divide_the_replicas(c: ConfigOnRanks) -> bool:
     return token_ranks(c) % c.shard.replicas == 0
-
-
-@SHARD_RULES.rule(
-    "fully sharded weights have no quantised copies",
-    (MODE, "precision.recipe", "precision.recipes"),
-    why="quantised weights are kept whole until the optimizer moves them",
-    fix="set shard.mode to zero1",
-)
-def sharded_weights_are_plain(c: ConfigOnRanks) -> bool:
-    quantises = any(spec.quantises for spec in recipes_in_use(c))
-    return not (is_fully_sharded(c) and quantises)
 
 
 @SHARD_RULES.rule(

@@ -23,6 +23,11 @@ def attach_held_share(parameter: Tensor, share: HeldShare) -> None:
     parameter.held_share = share  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def detach_held_share(parameter: Tensor) -> None:
+    """The share is no longer the parameter's."""
+    parameter.held_share = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def held_share_of(parameter: Tensor) -> HeldShare | None:
     """The share that stands for the parameter; None where the parameter is held whole."""
     return getattr(parameter, "held_share", None)

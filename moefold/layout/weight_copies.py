@@ -79,9 +79,25 @@ def store_copy(weight: Tensor, format: Hashable, copy: object) -> None:
     copies_of(weight).stored = (format, copy)
 
 
+def stored_copy(weight: Tensor) -> Any:
+    """The copy that is all there is of the weight."""
+    stored = copies_of(weight).stored
+    assert stored is not None, "the weight has values of its own"
+    _, copy = stored
+    return copy
+
+
 def release_stored(weight: Tensor) -> None:
     """Free the stored copy, before the next one is made."""
     copies_of(weight).stored = None
+
+
+def drop_copies(weights: Iterable[Tensor]) -> None:
+    """Free the copies of weights whose memory is freed."""
+    for weight in weights:
+        copies: WeightCopies | None = getattr(weight, "copies", None)
+        if copies is not None:
+            copies.made.clear()
 
 
 def copy_to_rewrite(weight: Tensor, is_wanted: Callable[[Hashable], bool]) -> tuple[Any, Any] | None:

@@ -404,7 +404,8 @@ class BucketMaker:
         matrices: list[StoredMatrices] = []
         for parameter, start in zip(places.parameters, places.starts, strict=True):
             matrices.append(stored_matrices(parameter, start))
-        return self.fp8.make(size, like, matrices, key.format)
+        is_sharded = self.sharded is not None and replicas.size > 1
+        return self.fp8.make(size, like, matrices, key.format, is_sharded)
 
 
 def keep_share_alone(bucket: Bucket, storage: ShardedWeights) -> None:

@@ -26,13 +26,15 @@ from moefold.kernels.quantise.fp8 import Quantised, scale_from_amax
 from moefold.kernels.quantise.matrix_places import MatrixPlace, Places
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat
 from moefold.kernels.quantise.quantise_weight_share import cast_share, share_maxima, transpose_values
-from moefold.layout.weight_copies import release_stored, store_copy, take_rewritten
+from moefold.layout.held_share import detach_held_share
+from moefold.layout.weight_copies import release_stored, store_copy, stored_copy, take_rewritten
 from moefold.shard.storage import (
     FlatWeights,
     FusedOperands,
     LargestOfReplicas,
     LogicalValues,
     MoveTensor,
+    ShardedWeights,
     Wire,
     flat_part,
     store_values,
@@ -57,8 +59,11 @@ class Fp8Storage:
     formats: Mapping[str, WeightFormat]
     kernels: BoundKernels
 
-    def make(self, size: int, like: Tensor, matrices: ManyMatrices, format: WeightFormat) -> Fp8Weights:
-        return Fp8Weights(size, like, matrices, format, self.kernels)
+    def make(
+        self, size: int, like: Tensor, matrices: ManyMatrices, format: WeightFormat, sharded: bool = False
+    ) -> Fp8Weights:  # fmt: skip
+        storage = ShardedFp8Weights if sharded else Fp8Weights
+        return storage(size, like, matrices, format, self.kernels)
 
 
 class Fp8Weights(FlatWeights):
@@ -202,6 +207,55 @@ class Fp8Weights(FlatWeights):
         scales = sum(scale.nbytes for scale in self.scales)
         one_layout = self.values.nbytes + scales
         return 2 * one_layout
+
+
+class ShardedFp8Weights(ShardedWeights, Fp8Weights):
+    """Weights in FP8 of which a rank keeps the bytes of its share and all scales (ZeRO-3). The bytes of all replicas
+    are there from `allocate` to `free`, in both layouts once they are gathered."""
+
+    is_open = False
+
+    def open_main_weights(self, share: slice) -> None:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.share = share
+        self.main = self.weights_of_share(share).to(wide, copy=True)
+        self.own = None
+        self.release_weights()
+        for parameter, _, _ in self.matrices:
+            detach_held_share(parameter)  # main weights are what is saved
+        self.is_open = True
+
+    def held_weights(self, share: slice) -> Tensor | None:
+        return None if self.is_open else super().held_weights(share)
+
+    def before_gather(self, agree: LargestOfReplicas) -> None:
+        self.mine = self.quantise(self.main, self.share.start, agree)
+
+    def allocate(self) -> None:
+        size = len(self.weights)
+        self.values = self.mine.new_empty(size)
+
+    def free(self) -> None:
+        if self.is_open:
+            self.release_copies()
+        else:
+            super().free()
+
+    def wire_tensors(self, share: slice) -> list[Wire]:
+        gathered = self.values.view(torch.uint8)
+        mine = self.mine.view(torch.uint8)
+        return [Wire(gathered, mine)]
+
+    def gathered_tensors(self) -> list[Tensor]:
+        tensors = [self.values]
+        for parameter, _, _ in self.matrices:
+            _, transposed = stored_copy(parameter)
+            tensors.append(transposed.values)
+        return tensors
+
+    def weight_bytes(self) -> int:
+        scales = sum(scale.nbytes for scale in self.scales)
+        return self.mine.nbytes + scales
 
 
 @dataclass

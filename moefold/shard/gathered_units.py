@@ -23,10 +23,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.layout.declare import DeclaringModule
-from moefold.layout.weight_copies import count_change
+from moefold.layout.weight_copies import count_change, drop_copies
 from moefold.model.steps import PassKey, PassKind, Step
 from moefold.observe.trace import SpanRecorder
 from moefold.shard.buckets import Bucket, block_of_parameter
@@ -75,31 +76,47 @@ class UnitsInTurn(NamedTuple):
 @dataclass
 class UnitGather:
     """The gathers of a unit that has memory, and when they were begun. Every thread waits for them once: lanes of a GPU
-    are streams, each of which must wait."""
+    are streams, each of which must wait. The first one makes what is made of gathered bytes."""
 
     unit: str
     begun: float
     pending: list[PendingGather]
     waited: set[int] = field(default_factory=set)  # threads
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_made: torch.cuda.Event | None = None  # on the stream of the first thread
 
     def wait(self, spans: SpanRecorder) -> None:
         thread = threading.get_ident()
-        if thread in self.waited:
-            return
-        is_first = not self.waited
-        self.waited.add(thread)
-        for gather in self.pending:
-            gather.wait()
-            keep_for_this_stream(gather.storage.weights)
+        with self.lock:
+            if thread in self.waited:
+                return
+            is_first = not self.waited
+            for gather in self.pending:
+                if is_first:
+                    gather.wait()
+                else:
+                    gather.wait_for_works()
+            self.keep_for_this_stream(is_first)
+            self.waited.add(thread)
         if is_first and spans.recording:
             spans.add_span(self.unit, "gathers", self.begun)
 
-
-def keep_for_this_stream(weights: Tensor) -> None:
-    """Keep the allocator from reusing this memory, once it is freed, before the current stream is done with it."""
-    if weights.is_cuda:
-        stream = torch.cuda.current_stream()
-        weights.record_stream(stream)
+    def keep_for_this_stream(self, is_first: bool) -> None:
+        """Keep the allocator from reusing memory, once it is freed, before the current stream is done with it; and the
+        stream from reading what the first one has not made."""
+        for gather in self.pending:
+            storage = gather.storage
+            assert isinstance(storage, ShardedWeights)
+            for tensor in storage.gathered_tensors():
+                if not tensor.is_cuda:
+                    return
+                stream = torch.cuda.current_stream()
+                tensor.record_stream(stream)
+        if is_first:
+            self.is_made = torch.cuda.Event()
+            self.is_made.record()
+        elif self.is_made is not None:
+            self.is_made.wait()
 
 
 class SeenUnits(threading.local):
@@ -122,6 +139,7 @@ class GatheredUnits:
         self.sharded = defaultdict[str, list[Bucket]](list)  # by unit: buckets of which this rank keeps a share
         self.whole: dict[str, UnitGather] = {}  # units with memory, the one used last at the end
         self.in_use: Units = frozenset()
+        self.prepared: set[int] = set()  # identities of buckets whose shares can be gathered as they are
         self.turns: dict[int, UnitsInTurn] = {}  # by the identity of a step
         self.steps: list[Step] = []  # those steps, kept so that none takes the identity of another
         self.orders = defaultdict[StepListKey, list[Units]](list)
@@ -229,8 +247,18 @@ class GatheredUnits:
         self.make_room(keep)
         begun = time.time()
         buckets = self.sharded[unit]
+        for bucket in buckets:
+            self.agree_on_scales(bucket)
         pending = [begin_bucket_gather(bucket) for bucket in buckets]
         self.whole[unit] = UnitGather(unit, begun, pending)
+
+    def agree_on_scales(self, bucket: Bucket) -> None:
+        """Let the storage prepare its share for the first gather behind an update."""
+        if id(bucket) in self.prepared:
+            return
+        agree = partial(all_reduce_max_no_grad, axis=bucket.replicas)
+        bucket.storage.before_gather(agree)
+        self.prepared.add(id(bucket))
 
     def make_room(self, keep: set[str]) -> None:
         """Free the units that were used longest ago, but none of `keep`, until there is room for one more."""
@@ -246,6 +274,8 @@ class GatheredUnits:
         for bucket in self.sharded[unit]:
             assert isinstance(bucket.storage, ShardedWeights)
             bucket.storage.free()
+            weights = [parameter.tensor for parameter in bucket.parameters]
+            drop_copies(weights)
 
     # ---- as a Publisher, for weights that are gathered when they are needed
 
@@ -256,8 +286,12 @@ class GatheredUnits:
             count_change(written)
             bucket.await_update()
         self.in_use = frozenset()
+        self.prepared.clear()
         for unit in list(self.whole):
             self.free(unit)
+        for bucket in self.buckets:
+            if not isinstance(bucket.storage, ShardedWeights):
+                self.agree_on_scales(bucket)
 
     def await_all_buckets(self) -> None:
         """There is nothing to wait for: shares are up to date."""

@@ -30,10 +30,13 @@ class PendingGather:
     sent: list[Tensor]
 
     def wait(self) -> None:
+        self.wait_for_works()
+        self.storage.after_gather()
+
+    def wait_for_works(self) -> None:
         with blocked():
             for work in self.works:
                 work.wait()
-        self.storage.after_gather()
 
 
 class Publisher:

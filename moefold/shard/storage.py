@@ -274,6 +274,14 @@ class ShardedWeights(FlatWeights):
         memory = self.weights.untyped_storage()
         memory.resize_(0)
 
+    def held_weights(self, share: slice) -> Tensor | None:
+        """The weights of the share that this rank keeps; None where it keeps them in another form."""
+        return self.weights_of_share(share)
+
+    def gathered_tensors(self) -> list[Tensor]:
+        """What has memory from `allocate` to `free`."""
+        return [self.weights]
+
     def wire_tensors(self, share: slice) -> list[Wire]:
         mine = self.weights_of_share(share)
         return [Wire(self.weights, mine)]

@@ -99,7 +99,7 @@ def bucket_weights(bucket: Bucket) -> Tensor | None:
     """The weights of a bucket that this rank keeps between steps; None where none has values."""
     storage = bucket.storage
     if isinstance(storage, ShardedWeights):
-        return storage.weights_of_share(bucket.share)
+        return storage.held_weights(bucket.share)
     return bucket.weights if keeps_values(bucket.weights) else None
 
 

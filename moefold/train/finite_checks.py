@@ -135,7 +135,9 @@ def bad_shares(run: Run) -> Iterator[BadPlace]:
         bucket = share.bucket
         if not isinstance(share.storage, ShardedWeights):
             continue
-        mine = share.storage.weights_of_share(bucket.share)
+        mine = share.storage.held_weights(bucket.share)
+        if mine is None:  # main weights are looked at with the optimizer's state
+            continue
         for piece in bucket.pieces():
             part = mine[piece.window]
             element = first_bad(part) if len(part) else None

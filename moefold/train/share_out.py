@@ -90,7 +90,8 @@ def share_out_units(
     unit_of = units_of_model(model)
     fill = partial(fill_parameters, seed=config.train.seed) if weights is None else None
     sharded = sharded_storage_maker(config.optim.main)
-    buckets = configured_filler(config, model, world, groups)(unit=unit_of, sharded=sharded, fill=fill)
+    fp8 = fp8_storage(config, model, kernels)
+    buckets = configured_filler(config, model, world, groups)(unit=unit_of, fp8=fp8, sharded=sharded, fill=fill)
     if weights is not None:
         weights(model)
     stages: dict[int, set[str]] = {stage.number: set() for stage in model.stages}

@@ -141,14 +141,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         (f"{CLONES} --pipeline.pair=true", 2, "pipeline.fill = true"),
     ],
     "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
-    "fully sharded weights have no quantised copies": [
-        ("--shard.mode=zero3 --precision.recipe=fp8_block", 2, "shard.mode = zero3"),
-        (
-            "--shard.mode=zero3 --precision.recipes=*.attention.out:mxfp8",
-            2,
-            "precision.recipes = *.attention.out:mxfp8",
-        ),
-    ],
     "fully sharded weights are trained": [
         ("--shard.mode=zero3 --optim.groups=embedding.*:frozen", 2, "optim.groups = embedding.*:frozen"),
     ],
