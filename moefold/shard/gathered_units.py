@@ -139,7 +139,7 @@ class GatheredUnits:
         self.sharded = defaultdict[str, list[Bucket]](list)  # by unit: buckets of which this rank keeps a share
         self.whole: dict[str, UnitGather] = {}  # units with memory, the one used last at the end
         self.in_use: Units = frozenset()
-        self.prepared: set[int] = set()  # identities of buckets whose shares can be gathered as they are
+        self.are_prepared = False  # shares, for gathers
         self.turns: dict[int, UnitsInTurn] = {}  # by the identity of a step
         self.steps: list[Step] = []  # those steps, kept so that none takes the identity of another
         self.orders = defaultdict[StepListKey, list[Units]](list)
@@ -247,18 +247,18 @@ class GatheredUnits:
         self.make_room(keep)
         begun = time.time()
         buckets = self.sharded[unit]
-        for bucket in buckets:
-            self.agree_on_scales(bucket)
+        if not self.are_prepared:  # the first gather of a run
+            self.prepare_shares()
         pending = [begin_bucket_gather(bucket) for bucket in buckets]
         self.whole[unit] = UnitGather(unit, begun, pending)
 
-    def agree_on_scales(self, bucket: Bucket) -> None:
-        """Let the storage prepare its share for the first gather behind an update."""
-        if id(bucket) in self.prepared:
-            return
-        agree = partial(all_reduce_max_no_grad, axis=bucket.replicas)
-        bucket.storage.before_gather(agree)
-        self.prepared.add(id(bucket))
+    def prepare_shares(self) -> None:
+        """Let storages prepare their shares for gathers, all of them at once: replicas may have to agree on scales,
+        which no lane must wait for beside the gathers of another."""
+        for bucket in self.buckets:
+            agree = partial(all_reduce_max_no_grad, axis=bucket.replicas)
+            bucket.storage.before_gather(agree)
+        self.are_prepared = True
 
     def make_room(self, keep: set[str]) -> None:
         """Free the units that were used longest ago, but none of `keep`, until there is room for one more."""
@@ -286,12 +286,9 @@ class GatheredUnits:
             count_change(written)
             bucket.await_update()
         self.in_use = frozenset()
-        self.prepared.clear()
         for unit in list(self.whole):
             self.free(unit)
-        for bucket in self.buckets:
-            if not isinstance(bucket.storage, ShardedWeights):
-                self.agree_on_scales(bucket)
+        self.prepare_shares()
 
     def await_all_buckets(self) -> None:
         """There is nothing to wait for: shares are up to date."""
