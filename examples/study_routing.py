@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moefold
 
-SIZES = {"model__layers": 2, "data__seq_len": 64, "train__micro_batch": 8, "optim__warmup": 5}
+SIZES = {"model__layers": 2, "data__seq_len": 64, "train__micro_batch": 8, "optim__warmup": 5, "optim__lr": 1e-3}
 TEXT = {"data__source": "files", "data__files": tuple(moefold.__path__)}  # the source of this package
 
 
@@ -60,7 +60,7 @@ def study(bias_rate: float, steps: int, text: str) -> tuple[list[float], list[Co
 
 def main(steps: int = 60) -> None:
     text = "def area(width, height):\n    return width * height\n"
-    for bias_rate in (0.0, 0.01):
+    for bias_rate in (0.0, 0.005):
         found, counts = study(bias_rate, steps, text)
         print(f"bias_rate {bias_rate}: imbalance {found[0]:.2f} in the first step, {found[-1]:.2f} in the last")
         for expert, characters in enumerate(counts):

@@ -53,9 +53,9 @@ def test_a_balance_bias_evens_out_the_load():
     example = load_example("study_routing")
     text = "def area(width):\n"
     plain, _ = example.study(0.0, 60, text)
-    biased, counts = example.study(0.02, 60, text)
+    biased, counts = example.study(0.005, 60, text)
     assert biased[0] == plain[0]
-    # the package's own source is the data: fewer steps hang on its last edit; 0.7 at most with six seeds
+    # the package's own source is the data, so that any edit changes the ratio: 0.15 to 0.37 with six seeds
     assert sum(biased[-20:]) < 0.8 * sum(plain[-20:])
     assert sum(count.total() for count in counts) == 2 * len(text)
 
