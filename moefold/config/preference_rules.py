@@ -44,13 +44,14 @@ def preferences_are_whole(c: ConfigOnRanks) -> bool:
 
 
 @PREFERENCE_RULES.rule(
-    "a reference has whole weights",
-    (OBJECTIVE, "shard.mode"),
-    why="the weights of a reference are in no unit that could be gathered",
+    "a frozen copy has whole weights",
+    (OBJECTIVE, "shard.mode", "lora.rank"),
+    why="without adapters the reference is a copy of all weights, which is in no unit that could be gathered",
     fix="set shard.mode to zero1",
 )
-def reference_has_whole_weights(c: ConfigOnRanks) -> bool:
-    return not (compares_responses(c) and c.shard.mode == "zero3")
+def frozen_copy_has_whole_weights(c: ConfigOnRanks) -> bool:
+    has_copy = compares_responses(c) and not c.lora.rank
+    return not (has_copy and c.shard.mode == "zero3")
 
 
 @PREFERENCE_RULES.rule(

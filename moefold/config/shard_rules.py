@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from moefold.config.errors import UserError
 from moefold.config.memory_rules import dispatches_again, recomputed_exchanges
-from moefold.config.optimizer_groups import parse_groups
 from moefold.config.rule import ConfigOnRanks, RuleList, divisors_in_words
 
 MODE = "shard.mode"
@@ -38,19 +34,6 @@ def advise_replicas(c: ConfigOnRanks) -> str:
 )
 def copies_divide_the_replicas(c: ConfigOnRanks) -> bool:
     return token_ranks(c) % c.shard.replicas == 0
-
-
-@SHARD_RULES.rule(
-    "fully sharded weights are trained",
-    (MODE, "optim.groups"),
-    why="frozen parameters are in no unit, and would be whole on every rank",
-    fix="set shard.mode to zero1",
-)
-def sharded_weights_are_trained(c: ConfigOnRanks) -> bool:
-    frozen = False
-    with suppress(UserError):  # reported by the rules of the optimizer
-        frozen = any(group.frozen for group in parse_groups(c.optim.groups))
-    return not (is_fully_sharded(c) and frozen)
 
 
 @SHARD_RULES.rule(

@@ -252,23 +252,24 @@ def fill_buckets(
     cost: CostOf | None = None,
     sharded: StorageMaker | None = None,
     fill: FillParameters | None = None,
+    frozen: bool = False,
 ) -> list[Bucket]:
     """Group the parameters and move them into flat tensors; the model goes on using views of these. Frozen parameters
-    (without `requires_grad`) stay where they are.
+    (without `requires_grad`) stay where they are; with `frozen` they alone are moved.
 
     `held`: parameters of which several pipeline ranks hold copies, each in a bucket of its own, so that it has the same
     place on all of them. `gradients`: the dtype in which the gradients of a bf16 model are kept. `memory`: whether
     gradient memory is allocated every step or once. With `unit`, buckets follow units instead of `most` elements.
     `cost`: of updating a parameter whose matrices stay whole, to be balanced over shares; by default its elements.
     `fp8`: the weights that are stored in FP8 instead of in `storage`. `sharded`: the storage of weights that have
-    replicas, of which each rank keeps its share alone. `fill` gives parameters without memory their first values, one
-    bucket at a time.
+    replicas, of which each rank keeps its share alone. `fill` gives parameters that had no memory their first values,
+    one bucket at a time.
     """
     holders = held or {}
     cost_of = cost or number_of_elements
     maker = BucketMaker(world, gradients, memory, storage, fp8, cost_of, sharded, fill)
     formats = {} if fp8 is None else fp8.formats
-    grouping = Grouping(world, most, holders, group, unit, formats)
+    grouping = Grouping(world, most, holders, group, unit, formats, frozen)
     buckets: list[Bucket] = []
     for key, parameters in grouping.group_parameters(model):
         copies = holders.get(key.alone, ())
@@ -290,6 +291,7 @@ class Grouping:
     group_of: GroupOf
     unit_of: UnitOf | None
     formats: Mapping[str, WeightFormat]
+    frozen: bool
 
     def group_parameters(self, model: nn.Module) -> list[KeyedParameters]:
         """Parameters by bucket: full buckets in the order in which they fill up, then the rest, then held ones."""
@@ -299,7 +301,8 @@ class Grouping:
         # From the end of the model to its beginning: backward completes the first bucket first.
         in_order = list(declared_parameters(model))
         for parameter in reversed(in_order):
-            if not parameter.tensor.requires_grad:
+            is_frozen = not parameter.tensor.requires_grad
+            if is_frozen != self.frozen:
                 continue
             key = self.key_of(parameter)
             if parameter.name in self.held:
@@ -371,14 +374,17 @@ class BucketMaker:
         copies = self.world.copies_of(key.placement)
         bucket = Bucket(key, parameters, starts, storage, sums, replicas, holders, matrix_parts, copies)
         # The Parameter objects stay, since optimizers of torch and hooks may hold them; their memory moves.
+        without_values: Parameters = []
         for parameter, start in bucket.placed_parameters():
             tensor = parameter.tensor
             view = storage.parameter_view(start, tensor.shape)
             if keeps_values(tensor):
                 view.copy_(tensor.detach())
+            else:
+                without_values.append(parameter)
             tensor.data = view
         if self.fill is not None:
-            self.fill(parameters)
+            self.fill(without_values)
         if isinstance(storage, ShardedWeights):
             keep_share_alone(bucket, storage)
         return bucket

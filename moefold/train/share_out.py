@@ -27,6 +27,7 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.last_gradients import stages_using_parameters
+from moefold.precision.low_rank import without_adapters
 from moefold.precision.recipes import weight_formats
 from moefold.shard.buckets import Bucket, UnitOf, block_of_parameter, fill_buckets
 from moefold.shard.fp8_weights import Fp8Storage
@@ -91,16 +92,19 @@ def share_out_units(
     fill = partial(fill_parameters, seed=config.train.seed) if weights is None else None
     sharded = sharded_storage_maker(config.optim.main)
     fp8 = fp8_storage(config, model, kernels)
-    buckets = configured_filler(config, model, world, groups)(unit=unit_of, fp8=fp8, sharded=sharded, fill=fill)
+    fill_units = partial(configured_filler(config, model, world, groups), unit=unit_of, sharded=sharded, fill=fill)
+    buckets = fill_units(fp8=fp8)
+    frozen = fill_units(frozen=True)
     if weights is not None:
-        weights(model)
+        with without_adapters(model):  # of which published weights know nothing
+            weights(model)
     stages: dict[int, set[str]] = {stage.number: set() for stage in model.stages}
     for name, (users, _) in stages_using_parameters(model).items():
         for stage in users:
             stages[stage].add(unit_of(name))
     gradients = UnitGradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares], stages)
     passes = 2 if config.pipeline.pair else 1  # a forward and a backward at a time
-    units = GatheredUnits(model, buckets, gradients, spans, passes * UNITS_OF_A_PASS)
+    units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, passes * UNITS_OF_A_PASS)
     return SharedOut(buckets, gradients, units, (units,))
 
 

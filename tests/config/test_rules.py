@@ -76,7 +76,12 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "magnitudes have a plain base": [
         ("--lora.rank=4 --lora.dora=true --lora.base=fp8", 1, "lora.dora = true, lora.base = fp8"),
     ],
-    "a frozen base is whole on every replica": [("--lora.rank=4 --shard.mode=zero3", 2, "shard.mode = zero3")],
+    "a base in blocks is whole on every replica": [
+        ("--lora.rank=4 --lora.base=nf4 --shard.mode=zero3", 2, "lora.base = nf4, shard.mode = zero3"),
+    ],
+    "magnitudes have a whole base": [
+        ("--lora.rank=4 --lora.dora=true --shard.mode=zero3", 2, "lora.dora = true, shard.mode = zero3"),
+    ],
     "a frozen base is not stored in FP8 alone": [
         ("--lora.rank=4 --precision.recipe=fp8_block --precision.storage=fp8", 1, "precision.storage = fp8"),
     ],
@@ -95,7 +100,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "dpo reads preferences": [("--train.objective=dpo", 1, "train.objective = dpo, data.format = text")],
     "preferences are read by dpo": [(f"{PREFERENCES} --train.objective=next_token", 1, "data.format = preferences")],
     "preferences are whole": [(f"{PREFERENCES} --data.packing=windows", 1, "data.packing = windows")],
-    "a reference has whole weights": [(f"{PREFERENCES} --shard.mode=zero3", 2, "shard.mode = zero3")],
+    "a frozen copy has whole weights": [(f"{PREFERENCES} --shard.mode=zero3", 2, "shard.mode = zero3")],
     "a step with a reference is launched anew": [(f"{PREFERENCES} --memory.graphs=whole", 1, "memory.graphs = whole")],
     "preferences look one token ahead": [(f"{PREFERENCES} --model.mtp=1", 1, "model.mtp = 1")],
     "losses by token are not scaled": [(f"{PREFERENCES} --train.precision=fp16", 1, "train.precision = fp16")],
@@ -141,9 +146,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         (f"{CLONES} --pipeline.pair=true", 2, "pipeline.fill = true"),
     ],
     "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
-    "fully sharded weights are trained": [
-        ("--shard.mode=zero3 --optim.groups=embedding.*:frozen", 2, "optim.groups = embedding.*:frozen"),
-    ],
     "units of paired slots are gathered in one order": [
         ("--shard.mode=zero3 --memory.recompute=moe --pipeline.pair=true", 2, "memory.recompute = moe"),
     ],

@@ -81,6 +81,30 @@ def test_every_parameter_starts_at_a_multiple_of_the_alignment_and_none_overlap(
         assert len(bucket.weights) == len(bucket.gradients) >= end
 
 
+def test_only_parameters_without_values_are_filled():
+    made = make()
+    empty = made.embedding.weight
+    empty.untyped_storage().resize_(0)
+    filled: list[str] = []
+
+    def note_names(parameters: list[DeclaredParameter]) -> None:
+        filled.extend(parameter.name for parameter in parameters)
+
+    fill_buckets(made, single_rank_world(), fill=note_names)
+    assert filled == ["embedding.weight"]
+
+
+def test_frozen_parameters_are_in_buckets_of_their_own():
+    made = make()
+    frozen = {name for name, _ in made.named_parameters() if ".experts." in name}
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    trained = everywhere(fill_buckets(made, single_rank_world()))
+    apart = everywhere(fill_buckets(made, single_rank_world(), frozen=True))
+    assert apart.keys() == frozen
+    assert trained.keys() == dict(made.named_parameters()).keys() - frozen
+
+
 def test_padding_is_zero():
     for bucket in fill_buckets(make(), single_rank_world()):
         inside = torch.zeros(len(bucket.weights), dtype=torch.bool)

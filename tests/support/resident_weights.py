@@ -109,5 +109,5 @@ def assemble_watched_run(
     ):
         run = assemble_run(config, world, Path("."), corpus, fill)
     weights.count_at_start()
-    weights.note_units(run.gradients.buckets)
+    weights.note_units(run.parameters.buckets)
     return run, weights

@@ -18,7 +18,7 @@ from moefold.anatomy.adapters import adapter_specs
 from moefold.anatomy.products import adaptable_weights, product_place
 from moefold.cli.main import run_command_line
 from moefold.config.errors import UserError
-from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig, PipelineConfig
+from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig, PipelineConfig, ShardConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.precision.low_rank import LowRankPair
 from moefold.presets.zoo import PRESETS
@@ -39,6 +39,7 @@ from tests.support.runs import SMALL, corpus
 LORA = LoraConfig(rank=4, alpha=6.0)
 DROPS = replace(LORA, dropout=0.25)
 ROUTED = ("*.attention.*", "*.experts.*", "*.router")
+SHARDED = ShardConfig("zero3")
 ROUTED_DROPS = replace(DROPS, targets=ROUTED)
 Changes = dict[str, Any]
 
@@ -153,13 +154,19 @@ LAYOUTS: dict[str, tuple[str, LoraConfig, Changes]] = {
         {"parallel": ParallelConfig(tp=2, cp=2, etp=2, ep=2)},
     ),
     "stages": ("tiny", DROPS, {"parallel": ParallelConfig(pp=2, ep=2)}),
+    "full sharding": (
+        "deepseek-v3",
+        replace(DROPS, targets=ROUTED),
+        {"parallel": ParallelConfig(tp=2, ep=2), "shard": SHARDED, "memory": MemoryConfig(recompute=("layer",))},
+    ),
+    "full sharding, stages": ("tiny", LORA, {"parallel": ParallelConfig(pp=2), "shard": SHARDED}),
 }
 
 
 def traced(world: World, config: Config) -> Trace:
     here = world
     if world.size > 1:
-        here = create_world(world.rank, world.size, world.device, config.parallel)
+        here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
     return trace_run(config, here, 2, "skewed")
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from moefold.cli.main import run_command_line
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
-from moefold.config.run import Config, LoraConfig, ParallelConfig
+from moefold.config.run import Config, LoraConfig, ParallelConfig, ShardConfig
 from moefold.data.corpus import Corpus
 from moefold.data.loader import Batch
 from moefold.data.prepared_corpus import open_prepared
@@ -170,7 +170,7 @@ def traces(world: World, configs: Sequence[Config]) -> list[Trace]:
     for config in configs:
         here = world
         if world.size > 1:
-            here = create_world(world.rank, world.size, world.device, config.parallel)
+            here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
         run = begin(config, here)
         trace: Trace = []
         for number in (1, 2):
@@ -189,6 +189,7 @@ def test_layouts_of_four_ranks_are_equal_to_one():
         config_of(4, LORA, aux=0.01, pp=2, ep=2),
         config_of(4, LORA, cp=2, ep=4, context="all_to_all"),
         config_of(4, LoraConfig(), pp=2, tp=2, etp=2),
+        replace(config_of(4, LORA, ep=2), shard=ShardConfig("zero3")),
     ]
     by_rank = run_ranks(traces, 4, configs)
     expected = traces(single_rank_world(), [single_rank_config(config) for config in configs])

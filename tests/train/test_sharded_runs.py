@@ -16,16 +16,18 @@ from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.export import export_hf_weights
 from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.comm import byte_counters, two_levels
-from moefold.config.run import Config, DataConfig, MemoryConfig, ParallelConfig, ShardConfig, TrainConfig
+from moefold.config.run import Config, DataConfig, LoraConfig, MemoryConfig, ParallelConfig, ShardConfig, TrainConfig
 from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.layout.declare import declared_parameters
 from moefold.model.steps import PassKey, PassKind, Step
+from moefold.model.transformer import Transformer
 from moefold.observe.printer import print_nothing
 from moefold.observe.trace import StepTracer, TraceEvent
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
 from moefold.train.from_hf import starting_weights
-from moefold.train.parity import random_corpus, shrink_config
+from moefold.train.parity import random_corpus, shrink_config, single_rank_config
 from moefold.train.step import take_next_step
 from tests.support.hf_models import CASES, make, save
 from tests.support.ranks import run_ranks
@@ -82,10 +84,57 @@ def test_published_weights_are_read_and_given_back_by_shares(tmp_path: Path):
             assert all(torch.equal(exported[name], before[name].float()) for name in before)
 
 
+def adapt_folder(world: World, path: str, config: Config) -> list[float]:
+    """Losses before, in and after a step of adapters on a folder's weights."""
+    here = fold(world, config)
+    fill = starting_weights(Path(path), config, here, print_nothing)
+    run = assemble_run(config, here, Path("."), random_corpus(config), fill, draw_second_factors)
+    losses = [validation_loss(run), take_next_step(run).loss]
+    return [*losses, validation_loss(run)]
+
+
+def draw_second_factors(model: Transformer) -> None:
+    """Give adapters another start than their own, by which B is zero."""
+    for parameter in declared_parameters(model):
+        if parameter.name.endswith("lora.b"):
+            parameter.tensor.data.fill_(0.01)
+
+
+@pytest.mark.extended
+def test_adapters_start_from_given_ones_on_published_weights(tmp_path: Path):
+    kind, options = CASES["qwen3"]
+    folder = save(make(kind, **{**options, "vocab_size": 256}), tmp_path / "hf")
+    alone = replace(config_of(folder, ShardConfig(), ParallelConfig()), lora=LoraConfig(rank=2))
+    expected = adapt_folder(single_rank_world(), str(folder), alone)
+    sharded = replace(alone, shard=ShardConfig("zero3"))
+    for losses in run_ranks(adapt_folder, 2, str(folder), sharded):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
+
+
 def tiny(shard: ShardConfig, world: int, **changes: Any) -> Config:
     config = replace(PRESETS["tiny"](), shard=shard, **changes)
     small = shrink_config(replace(config, train=replace(config.train, precision="fp64")), world)
     return replace(small, train=replace(small.train, sample_tokens=3))
+
+
+def watched_step(world: World, config: Config) -> tuple[list[float], str]:
+    """Losses in and after a step, and what was held beyond shares and two units."""
+    run, weights = assemble_watched_run(config, fold(world, config), random_corpus(config))
+    with run.executor.observed_by(weights):
+        losses = [take_next_step(run).loss]
+    return [*losses, validation_loss(run)], weights.excess(config)
+
+
+FROZEN = ("embedding.*: frozen", "blocks.0.moe.experts.*: frozen", "*.attention.*: frozen")
+
+
+def test_of_frozen_weights_a_rank_holds_its_share():
+    optim = replace(PRESETS["tiny"]().optim, groups=FROZEN)
+    config = tiny(ShardConfig("zero3"), 4, optim=optim, parallel=ParallelConfig(ep=2))
+    expected, _ = watched_step(single_rank_world(), single_rank_config(config))
+    for losses, excess in run_ranks(watched_step, 4, config):
+        assert not excess
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
 
 
 def sample(world: World, config: Config) -> tuple[str, float]:

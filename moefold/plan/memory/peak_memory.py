@@ -295,7 +295,7 @@ def whole_unit_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> f
         layer_parameters = state.parameters / max(1, layers)
         return layer_parameters * (2 * wide + gradient)
     whole = parameters_of_two_units(s, rank)
-    return whole * (wide + gradient)
+    return whole * (wide + state.trained * gradient)
 
 
 def parameters_of_two_units(s: RunSetting, rank: RankStages) -> float:

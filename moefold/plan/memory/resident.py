@@ -92,12 +92,13 @@ def with_adapters(s: RunSetting, base: ResidentState) -> ResidentState:
     are counted as if spread evenly over pipeline ranks, adapters shared out among replicas as the base would be."""
     adapters, saved = adapter_sizes(s)
     trained = adapters / base.parameters
+    held = base.share * trained if s.choices.sharding == "fsdp" else adapters
     return replace(
         base,
         parameters=base.parameters + adapters,
         share=base.share * trained,
         reduced=base.reduced * trained,
-        weights=base.weights - saved + adapters * s.recipe.wide,
+        weights=base.weights - saved + held * s.recipe.wide,
         gradients=base.gradients * trained,
         main=base.main * trained,
         moments=base.moments * trained,

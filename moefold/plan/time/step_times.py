@@ -39,6 +39,7 @@ from moefold.plan.machine.fp8_rates import BF16_TFLOPS, MEASURED_RATES, PassName
 from moefold.plan.machine.gpu import Gpu, roofline_seconds
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces
+from moefold.plan.time.update_seconds import trained_part
 
 BACKWARD_LAUNCH_RATIO = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
 BACKWARD_ATTENTION_RATIO = 2.5  # FLOPs of attention's backward, over those of its forward: five GEMMs instead of two
@@ -482,7 +483,8 @@ class StepClock:
         if s.choices.sharding != "fsdp":
             return passes
         count = s.count_piece(piece, layer)
-        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+        trained = trained_part(s)
+        gradient = trained * STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         parameters = count.parameters
         cluster = self.cluster
         gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)

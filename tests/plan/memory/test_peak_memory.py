@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moefold.anatomy.model_totals import total_parameters
 from moefold.config.run import Config, ShardConfig
 from moefold.plan.answer import answer_request
 from moefold.plan.memory.peak_memory import GIB, RankMemory, fullest_rank, plan_memory
@@ -136,6 +137,20 @@ def test_fully_sharded_weights_are_shares_and_two_units():
     assert rank.buffers - whole.buffers == pytest.approx(2 * layer * (2 + 4), rel=1e-5)
     (copied,) = plan_memory(replace(config, shard=ShardConfig("zero3", 2)), 8, choices)
     assert copied.state == pytest.approx(2 * rank.state)
+
+
+def test_of_a_fully_sharded_base_ranks_hold_shares_and_two_units_without_gradients():
+    words = ["--train.global_batch=64", "--lora.rank=16"]
+    config = resolve_recipe("mixtral-8x7b", words, world=8)
+    choices = replace(EVEN, stack="moefold")
+    (whole,) = plan_memory(config, 8, choices)
+    (rank,) = plan_memory(replace(config, shard=ShardConfig("zero3")), 8, choices)
+    assert rank.weights == pytest.approx(whole.weights / 8)
+    assert rank.gradients == pytest.approx(whole.gradients / 8)
+    assert rank.moments == pytest.approx(whole.moments)
+    words_of_model = 2 * config.model.vocab * config.model.hidden
+    layer = (total_parameters(config.model) - words_of_model) / config.model.layers
+    assert rank.buffers - whole.buffers == pytest.approx(2 * layer * 2, rel=0.03)
 
 
 @pytest.mark.parametrize("dp", [1, 8])
