@@ -17,11 +17,11 @@ from typing import Any
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.stage_contents import pipeline_layout
-from moefold.config.rules import check_config
+from moefold.config.rules import ConfigOnRanks, broken_rules, check_config
 from moefold.config.run import Config
 from moefold.layout.fold import fold_into_grids
 from moefold.plan.advice.advise import answer_beside_figures
-from moefold.plan.launch import launch_files
+from moefold.plan.launch import launch_files, planned_run
 from moefold.plan.length_histogram import mean_over_tokens
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import explain_memory
@@ -103,14 +103,14 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     }
     answer["recompute_cost"] = recompute_cost(r, setting, time.seconds, answer["memory_gib"])
     answer["layout"] = layout_keys(config, choices, r.gpus)
-    answer["not_in_trainer"] = choices.not_in_trainer
+    answer["not_in_trainer"] = missing_in_trainer(r, config, choices)
     answer["dispatcher"] = dispatcher_reason
     answer["attention_imbalance"] = setting.attention_imbalance
     answer["launch"] = None
     answer["remedies"] = []
     if not answer["fits"]:
         answer["remedies"] = remedies_for_layout(r, config, choices)
-    elif not choices.not_in_trainer:
+    elif not answer["not_in_trainer"]:
         answer["launch"] = launch_files(r, config, choices)
     answer["timeline"] = timeline_spans(time)
     rate = answer["tokens_per_s_per_gpu"]
@@ -118,6 +118,14 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     if r.explain:
         answer["explained"] = explain_plan(setting, r.gpu)
     return answer
+
+
+def missing_in_trainer(r: PlanRequest, config: Config, choices: PlanChoices) -> list[str]:
+    """What keeps the trainer from running a plan: choices that it lacks, or rules that the run breaks."""
+    if choices.not_in_trainer:
+        return choices.not_in_trainer
+    run = planned_run(r, config, choices)
+    return broken_rules(ConfigOnRanks(run, r.gpus))
 
 
 def memory_answer(r: PlanRequest, setting: RunSetting) -> JsonObject:
@@ -274,7 +282,7 @@ def layout_summary(r: PlanRequest, layout: RankedLayout) -> JsonObject:
     speed = speed_and_budget(r, layout.config, layout.choices, seconds)
     summary.update(speed)
     summary["memory_gib"] = layout.largest_gib
-    summary["not_in_trainer"] = layout.choices.not_in_trainer
+    summary["not_in_trainer"] = missing_in_trainer(r, layout.config, layout.choices)
     return summary
 
 

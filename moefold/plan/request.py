@@ -97,6 +97,8 @@ def read_request(raw: RawRequest) -> PlanRequest:
     choices = replace(choices, node=node)
     choices = with_configured_regions(config, choices, "recompute")
     choices = with_configured_regions(config, choices, "offload")
+    if "graphs" not in given:
+        choices = replace(choices, graphs=config.memory.graphs)
     fixed = set(config_values)
     if "recompute" in given or "memory.recompute" in given:
         fixed.add("recompute")

@@ -65,6 +65,11 @@ APPLIES: dict[str, tuple[dict[str, Any], str, str]] = {  # request, source, what
     ),
     "launches": (GENEROUS, "table 15", "train.micro_batch 2"),
     "graphs": (GENEROUS, "table 15", "graphs static (not in the trainer yet)"),
+    "one graph": (
+        {"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "mbs": 1, "gbs": 1, "data.seq_len": 512, "parallel.tp": 1},
+        "table 15",
+        "graphs whole: ",
+    ),
     "low precision": (TABLE_17, "table 16", "precision.recipe fp8_block: "),
     "low precision of another trainer": (
         {**TABLE_17, "stack": "megatron"},

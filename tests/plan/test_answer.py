@@ -123,6 +123,27 @@ def test_choices_that_the_trainer_lacks_are_marked_and_not_launched():
     assert found["launch"] is None
 
 
+ALONE = {"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "mbs": 1, "gbs": 1, "parallel.tp": 1}
+
+
+def test_a_whole_graph_is_planned_and_launched_on_one_gpu():
+    for words in ({"graphs": "whole"}, {"memory.graphs": "whole"}):
+        found = answer_request(ALONE | words)
+        assert found["not_in_trainer"] == []
+        assert "graphs: whole" in found["launch"]["config.yaml"]
+        assert found["time_by_wall"]["host"] == 0
+
+
+def test_a_plan_that_a_rule_of_the_trainer_refuses_is_not_launched():
+    spread = {**ONE, "parallel.ep": 8, "gpus": 8}
+    captured = answer_request(spread | {"graphs": "whole"})
+    assert any("memory.graphs = whole" in each for each in captured["not_in_trainer"])
+    again = answer_request(spread | {"shard.mode": "zero3", "recompute": "sar"})
+    assert any("shard.mode = zero3" in each for each in again["not_in_trainer"])
+    assert captured["launch"] is None
+    assert again["launch"] is None
+
+
 def test_where_nothing_fits_the_nearest_layout_and_what_would_fit_are_named():
     with pytest.raises(NothingFits) as refused:
         answer_request({"model": "mixtral-8x7b", "gpus": 8, "gpu": "h100"})

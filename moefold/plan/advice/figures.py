@@ -61,9 +61,11 @@ def graphs_needed(plan: Situation) -> Iterator[Advice]:
     s = plan.setting
     factors = f"layers x {s.microbatches} microbatches x 2" if s.parallel.pp > 1 else "layers x 2"
     count = f"{graph_count(s):,} on a rank ({factors})"
-    text = f"CUDA graphs of this layout: {count}"
-    if s.choices.graphs == "none":
-        text = f"CUDA graphs (not in the trainer yet) would be {count}"
+    text = f"CUDA graphs of single layers would be {count}"
+    if s.choices.graphs != "none":
+        text = f"CUDA graphs of this layout: {count}"
+    if s.choices.graphs == "whole" and s.choices.stack == "moefold":
+        text = "one CUDA graph, of the whole step"
     yield Advice("host", text, "section 4.3.6")
 
 

@@ -5,9 +5,11 @@ so that no sentence names them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import mean
 
 from moefold.anatomy.stage_contents import rank_of_each_stage
+from moefold.config.rules import ConfigOnRanks, broken_rules
 from moefold.plan.advice.ratios import graph_count, has_experts
 from moefold.plan.advice.sentences import NEARLY_FULL, NOTICEABLE, Advice, propose, propose_faster
 from moefold.plan.advice.situation import WORTH_SAYING, Change, Situation
@@ -187,11 +189,23 @@ def captured_graphs(plan: Situation) -> Iterator[Advice]:
     if host < NOTICEABLE or plan.choices.graphs != "none":
         return
     change: Change = {"graphs": "static"}
+    graphs = f"{graph_count(plan.setting):,} graphs"
+    if can_capture_step(plan):
+        change = {"graphs": "whole"}
+        graphs = "one graph"
     other = plan.changed(change)
     if other and plan.is_better(other):
-        count = graph_count(plan.setting)
-        result = f"{plan.describe_gain(other)}, with {count:,} graphs"
+        result = f"{plan.describe_gain(other)}, with {graphs}"
         yield Advice("host", f"{host:.0%} of the step waits for launches; {propose(change, result)}", "table 15")
+
+
+def can_capture_step(plan: Situation) -> bool:
+    """Whether the trainer runs this layout as one graph."""
+    if plan.choices.stack != "moefold":
+        return False
+    memory = replace(plan.config.memory, graphs="whole")
+    captured = replace(plan.config, memory=memory)
+    return not broken_rules(ConfigOnRanks(captured, plan.setting.world))
 
 
 def lower_precision(plan: Situation) -> Iterator[Advice]:
