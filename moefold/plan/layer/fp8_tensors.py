@@ -111,6 +111,8 @@ def operands_of_group(group: Sequence[str], s: RankShapes) -> list[RecipeSpec]:
     otherwise one for each."""
     specs = s.products.specs_of(group)
     quantised = [spec for spec in specs if spec.quantises]
+    if not quantised:
+        return []
     one_op = s.chosen_implementation("linear") != "reference"
     one_recipe = len(set(specs)) == 1
     return quantised[:1] if one_op and one_recipe else quantised

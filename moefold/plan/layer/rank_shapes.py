@@ -56,7 +56,7 @@ class RankPortion:
         ranks = self.cp * self.tp
         return self.seq_len * self.micro_batch / ranks
 
-    @property
+    @cached_property
     def degrees(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in RANK_SHAPE_AXES}
 
@@ -80,6 +80,7 @@ class RankShapes:
         self.recipe = choices.recipe
         self.window = window
         self.products = products
+        self.implementations: dict[tuple[str, str], str] = {}  # chosen so far, by op and recipe
         # Tokens and the stream.
         self.T = p.tokens
         self.C = p.tokens * p.tp
@@ -180,11 +181,13 @@ class RankShapes:
 
     def chosen_implementation(self, op: str, recipe: str = "plain") -> str:
         """The implementation of an op that a run would choose on this device."""
-        forced = forced_implementations(self.portion.force)
-        facts = replace(self.facts, recipe=recipe)
-        choice = forced.get(op)
-        name, _ = pick_implementation(op, facts, choice)
-        return name
+        key = (op, recipe)
+        if key not in self.implementations:
+            forced = forced_implementations(self.portion.force)
+            facts = replace(self.facts, recipe=recipe)
+            choice = forced.get(op)
+            self.implementations[key], _ = pick_implementation(op, facts, choice)
+        return self.implementations[key]
 
     @cached_property
     def expert_recipe(self) -> RecipeSpec | None:
