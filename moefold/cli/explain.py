@@ -17,6 +17,7 @@ from rich.table import Table
 
 from moefold.anatomy.adapters import adapter_parameters, adapters_of_all_ranks, run_flops_per_token
 from moefold.anatomy.frozen_base import base_size_of_all_ranks
+from moefold.anatomy.host_experts import experts_on_host
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
 from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words, storage_in_words
 from moefold.anatomy.regions import absent_regions, regions_of
@@ -31,6 +32,7 @@ from moefold.anatomy.step_specs import (
 )
 from moefold.anatomy.update_groups import frozen_parameters, trainable_weights, update_groups
 from moefold.bench.report import show_report
+from moefold.config.memory_regions import entries_of_expert_weights, ranges_in_words
 from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import parse_groups, refuse_idle_groups
@@ -46,6 +48,7 @@ from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
 from moefold.plan.machine.known_links import first_gpu_name, known_links
+from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.machine_fit import choices_of_run, list_parts
 from moefold.plan.memory.peak_memory import fullest_rank, parameters_of_two_units, plan_memory, stage_counts
 from moefold.plan.memory.rank_stages import stages_by_rank
@@ -151,6 +154,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
         "recompute": describe_recompute(config, ranks),
+        "experts_on_host": describe_host_experts(config, ranks),
         "graphs": describe_graphs(config, ranks, facts, kernels),
         "optimizer": optimizer_description(config),
         "shard": describe_sharding(config, ranks),
@@ -246,6 +250,27 @@ def describe_recompute(config: Config, ranks: int) -> Description | None:
         "sent_again": sent_again(config),
         "offloaded": offloaded_layers(config),
     }
+
+
+def describe_host_experts(config: Config, ranks: int) -> Description | None:
+    """Bytes of the first pipeline rank's experts on the host, and of those on its device at a time; None where all are
+    on the device."""
+    if not entries_of_expert_weights(config.memory.offload):
+        return None
+    wide = BYTES_PER_ELEMENT[expected_facts(config).dtype]
+    layers = [experts.layer for experts in experts_on_host(config, wide)]
+    setting = build_run_setting(config, ranks, choices_of_run(config))
+    first = host_weights(setting, stages_by_rank(config)[0])
+    return {"layers": ranges_in_words(layers), "bytes": first.on_host, "device_bytes": first.on_device}
+
+
+def host_experts_line(experts: Description) -> str:
+    held = f"{human_bytes(experts['bytes'])} of the first rank in host memory"
+    here = f"at most {human_bytes(experts['device_bytes'])} of them on the device"
+    return (
+        f"experts of layers {experts['layers']} on the host: {held}, {here}; a layer's are fetched while the one "
+        "before it computes, in forward and again in backward"
+    )
 
 
 def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[str, KernelChoice]) -> Description:
@@ -479,6 +504,8 @@ def print_explanation(explanation: Description) -> None:
     print_optimizer(explanation["optimizer"], console)
     if explanation["shard"]:
         print_sharding(explanation["shard"], console)
+    if explanation["experts_on_host"]:
+        console.print(escape(host_experts_line(explanation["experts_on_host"])))
     if explanation["memory"]:
         print_memory(explanation["memory"], console)
     if explanation["facts"]["device"] == "cuda":

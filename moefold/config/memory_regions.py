@@ -13,6 +13,7 @@ steps:
 `memory.recompute` and `memory.offload` name regions, each for all layers or for some: `norm`, `moe@0-7`, `layer@3`,
 `experts@0-14/2` for every second one.
 `memory.recompute` may also name a preset, which stands for several regions: `sar`, `sar@0-7`.
+`memory.offload` may also name `expert_weights`, which are no saved tensors: frozen weights of routed experts.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ REBUILT_REGIONS = tuple(name for name in REGIONS if name != NOT_REBUILT)
 SENDING_REGIONS = ("swap", "dispatch")  # nothing is saved inside but indices
 OFFLOADED_REGIONS = tuple(name for name in REGIONS if name not in SENDING_REGIONS)
 
+EXPERT_WEIGHTS = "expert_weights"  # in memory.offload: frozen weights of routed experts, held on the host
+
 # Selective activation rematerialisation of MegaScale-MoE: of a layer are kept its input, queries, keys and values, the
 # result of attention, the input of the second norm, and the experts' pre-activation.
 PRESETS = {"sar": ("norm", "swap", "dispatch", "activation")}
@@ -174,7 +177,8 @@ def parse_offload(entries: Iterable[str], layers: int) -> dict[str, frozenset[in
     last = layers - 1
     offloaded: dict[str, frozenset[int]] = {}
     problems: list[str] = []
-    for name, named in parse_entries(entries, layers, OFFLOADED_REGIONS).items():
+    regions = entries_of_regions(entries)
+    for name, named in parse_entries(regions, layers, OFFLOADED_REGIONS, (EXPERT_WEIGHTS,)).items():
         all_layers = frozenset(range(layers))
         kept_on_host = (all_layers if named is None else named) - {last}
         if not kept_on_host:
@@ -183,6 +187,32 @@ def parse_offload(entries: Iterable[str], layers: int) -> dict[str, frozenset[in
     if problems:
         raise UserError(*problems)
     return offloaded
+
+
+def names_expert_weights(entry: str) -> bool:
+    return entry.partition("@")[0] == EXPERT_WEIGHTS
+
+
+def entries_of_regions(offload: Iterable[str]) -> tuple[str, ...]:
+    """The entries of `memory.offload` whose saved tensors lie on the host: all but those of expert weights."""
+    return tuple(entry for entry in offload if not names_expert_weights(entry))
+
+
+def entries_of_expert_weights(offload: Iterable[str]) -> tuple[str, ...]:
+    return tuple(entry for entry in offload if names_expert_weights(entry))
+
+
+def expert_weight_layers(offload: Iterable[str], layers: int) -> frozenset[int]:
+    """The layers for which `memory.offload` names expert weights, of a model with so many; some may have no experts."""
+    named: frozenset[int] | None = frozenset()
+    entries = entries_of_expert_weights(offload)
+    for entry in entries:
+        match = ENTRY.fullmatch(entry)
+        problem = entry_problem(entry, match, layers, (EXPERT_WEIGHTS,))
+        if problem or match is None:
+            raise UserError(problem)
+        named = joined_layers(named, entry_layers(match))
+    return frozenset(range(layers)) if named is None else named
 
 
 def parse_entries(
@@ -236,6 +266,7 @@ def recompute_problems(entries: Sequence[str], layers: int) -> str:
 def offload_problems(entries: Sequence[str], recompute: Sequence[str], layers: int) -> str:
     """What is wrong with the entries of `memory.offload`, as one text; empty if nothing is."""
     try:
+        expert_weight_layers(entries, layers)
         offloaded = parse_offload(entries, layers)
         problems = not_kept_problems(offloaded, parse_recompute(recompute, layers))
     except UserError as error:

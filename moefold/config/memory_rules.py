@@ -9,6 +9,7 @@ from moefold.config.errors import UserError
 from moefold.config.memory_regions import (
     REGIONS,
     RegionLayers,
+    entries_of_expert_weights,
     offload_problems,
     parse_recompute,
     recompute_problems,
@@ -58,6 +59,60 @@ def offloaded_entry_problems(c: ConfigOnRanks) -> str:
 )
 def offloaded_regions_can_be_read(c: ConfigOnRanks) -> bool:
     return not offloaded_entry_problems(c)
+
+
+# Expert weights on the host.
+
+
+def has_host_experts(c: ConfigOnRanks) -> bool:
+    return bool(entries_of_expert_weights(c.memory.offload))
+
+
+def freezes_some_weights(c: ConfigOnRanks) -> bool:
+    with suppress(UserError):  # reported by a rule of the optimizer
+        return any(group.frozen for group in parse_groups(c.optim.groups))
+    return True
+
+
+@MEMORY_RULES.rule(
+    "expert weights on the host are frozen",
+    (OFFLOAD, "lora.rank", "optim.groups"),
+    why="expert_weights are fetched from the host and never written back: experts must be frozen, by adapters beside "
+    "them or by optim.groups",
+    fix="set lora.rank to 16, or freeze experts with optim.groups",
+)
+def host_experts_are_frozen(c: ConfigOnRanks) -> bool:
+    return not has_host_experts(c) or c.lora.rank > 0 or freezes_some_weights(c)
+
+
+@MEMORY_RULES.rule(
+    "expert weights on the host are whole there",
+    (OFFLOAD, "shard.mode"),
+    why="shares of fully sharded weights are gathered between devices",
+    fix="set shard.mode to zero1",
+)
+def host_experts_are_whole(c: ConfigOnRanks) -> bool:
+    return not has_host_experts(c) or c.shard.mode == "zero1"
+
+
+@MEMORY_RULES.rule(
+    "expert weights on the host have no clones",
+    (OFFLOAD, "parallel.clone_slots"),
+    why="clones of experts are sent from device memory before their layer's weights are fetched",
+    fix="set parallel.clone_slots to 0",
+)
+def host_experts_have_no_clones(c: ConfigOnRanks) -> bool:
+    return not has_host_experts(c) or c.parallel.clone_slots == 0
+
+
+@MEMORY_RULES.rule(
+    "expert weights on the host are those of one model",
+    (OFFLOAD, "train.objective", "lora.rank"),
+    why="without adapters the reference of dpo is a second model, whose experts nobody fetches",
+    fix="set lora.rank to 16",
+)
+def host_experts_are_of_one_model(c: ConfigOnRanks) -> bool:
+    return not has_host_experts(c) or c.train.objective != "dpo" or c.lora.rank > 0
 
 
 @MEMORY_RULES.rule(

@@ -485,7 +485,7 @@ class MemoryConfig:
     offload: tuple[str, ...] = key(
         (),
         "regions whose saved tensors lie on the host between forward and backward: those of recompute but swap and "
-        "dispatch, and out; the last layer stays",
+        "dispatch, and out; the last layer stays; or expert_weights: frozen experts lie there and are fetched ahead",
     )
     offload_gib: float = key(64.0, "most pinned host memory of a rank for offloaded tensors, in GiB", above=0)
     expert_chunk: int = key(

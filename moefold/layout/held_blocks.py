@@ -42,5 +42,14 @@ def held_blocks_of(parameter: Tensor) -> HeldBlocks | None:
     return getattr(parameter, "held_blocks", None)
 
 
+def attach_fetched_blocks(parameter: Tensor, blocks: HeldBlocks) -> None:
+    parameter.fetched_blocks = blocks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def blocks_to_read(parameter: Tensor) -> HeldBlocks | None:
+    """The blocks that products read: where the held ones lie on the host, the places that they are fetched to."""
+    return getattr(parameter, "fetched_blocks", None) or held_blocks_of(parameter)
+
+
 def values_of(held: Held) -> Tensor:
     return held if isinstance(held, Tensor) else held.dequantised()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moefold.config.run import ModelConfig
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.held_blocks import Held, held_blocks_of
+from moefold.layout.held_share import held_share_of
 
 ParameterSlice = tuple[str, DeclaredParameter, Held]  # name, parameter, view to fill
 
@@ -45,7 +46,7 @@ def parameter_slices(parameters: Iterable[DeclaredParameter]) -> Iterator[Parame
     """A whole parameter, or each expert's matrix of a stacked one."""
     for parameter in parameters:
         name = parameter.name
-        held = held_blocks_of(parameter.tensor) or parameter.tensor
+        held = memory_to_fill(parameter.tensor)
         if not parameter.declaration.stacked:
             yield name, parameter, held
             continue
@@ -53,6 +54,15 @@ def parameter_slices(parameters: Iterable[DeclaredParameter]) -> Iterator[Parame
         views = held.unbind()
         for expert, view in enumerate(views, start=first):
             yield f"{name}/{expert}", parameter, view
+
+
+def memory_to_fill(parameter: Tensor) -> Held:
+    """The parameter's own, or that of what stands for it: blocks, or a share that is all of it."""
+    blocks = held_blocks_of(parameter)
+    if blocks is not None:
+        return blocks
+    share = held_share_of(parameter)
+    return parameter if share is None else share.values.view(parameter.shape)
 
 
 @torch.no_grad()

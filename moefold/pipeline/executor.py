@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from moefold.model.norm import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
 from moefold.model.transformer import Transformer
+from moefold.model.unit_window import ComingPass, UnitWindow
 from moefold.observe.trace import SpanRecorder, StepTracer
 from moefold.pipeline.bound_program import BoundProgram, bind_program, forward_program
 from moefold.pipeline.inbox import Inbox
@@ -239,6 +241,7 @@ class StepRun:
             for near in slots[number : number + 2]:
                 self.inbox.expect(near)
                 self.bring_back_offloaded(near)
+            self.announce_passes(slots[number + 1 : number + 2])
             last_gradients = self.program.last_gradients
             finished = last_gradients.get(number, set())
             early = self.finished_by_one_gradient(slot, finished)
@@ -265,6 +268,17 @@ class StepRun:
             passage = self.passages.get(key)
             if op.kind == "D" and passage is not None:
                 bring_back_ahead(passage.out)
+
+    def announce_passes(self, slots: Sequence[Slot]) -> None:
+        """Tell windows of weights which passes come behind the slot that begins."""
+        has_gradients = self.finish is None
+        coming: list[ComingPass] = []
+        for op in chain.from_iterable(slots):
+            if op.kind == "F" or op.kind == "D":
+                coming.append(((op.stage, has_gradients), op.kind))
+        for observer in self.executor.around:
+            if isinstance(observer, UnitWindow):
+                observer.announce(coming)
 
     def run_slot(self, slot: Slot) -> None:
         if is_paired(slot):

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from moefold.anatomy.regions import regions_of
 from moefold.config.errors import UserError
-from moefold.config.memory_regions import OFFLOADED_REGIONS, REBUILT_REGIONS, outermost_regions
+from moefold.config.memory_regions import (
+    OFFLOADED_REGIONS,
+    REBUILT_REGIONS,
+    entries_of_expert_weights,
+    outermost_regions,
+)
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config, ModelConfig
 from moefold.plan.machine.gpu import Gpu
@@ -60,7 +65,8 @@ def with_planned_regions(config: Config, choices: PlanChoices) -> Config:
     """The configuration of a run with the recompute and offload of the choices, by the trainer's names."""
     recompute = runnable_regions(config.model, choices.recompute, REBUILT_REGIONS)
     offload = runnable_regions(config.model, choices.offload, OFFLOADED_REGIONS)
-    memory = replace(config.memory, recompute=recompute, offload=offload)
+    experts = entries_of_expert_weights(config.memory.offload)
+    memory = replace(config.memory, recompute=recompute, offload=(*experts, *offload))
     return replace(config, memory=memory)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import iterate_keys
+from moefold.config.memory_regions import entries_of_regions
 from moefold.config.read import BOOLEAN_WORDS, convert_value, printable_value, with_values
 from moefold.config.run import Config
 from moefold.dispatch import price
@@ -118,7 +119,7 @@ def read_request(raw: RawRequest) -> PlanRequest:
 
 def with_configured_regions(config: Config, choices: PlanChoices, what: str) -> PlanChoices:
     """The choices with the regions that `memory.recompute` or `memory.offload` names, if it names any."""
-    configured: tuple[str, ...] = getattr(config.memory, what)
+    configured: tuple[str, ...] = entries_of_regions(getattr(config.memory, what))
     chosen: tuple[str, ...] = getattr(choices, what)
     if not configured or chosen == configured:
         return choices

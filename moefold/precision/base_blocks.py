@@ -12,7 +12,7 @@ checkpoint has these values, as it has those of any weight, and a resumed run ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -34,7 +34,8 @@ from moefold.kernels.quantise.nf4 import dequantise_nf4, quantise_nf4
 from moefold.kernels.quantise.nf4_double import dequantise_nf4_double, quantise_nf4_double
 from moefold.layout.declare import declared_parameters
 from moefold.layout.gradient_sink import underlying_parameter
-from moefold.layout.held_blocks import attach_held_blocks, held_blocks_of
+from moefold.layout.held_blocks import attach_fetched_blocks, attach_held_blocks, blocks_to_read
+from moefold.layout.host_copies import HostCopy, attach_host_copies, host_memory, place_without_memory
 from moefold.precision.linear import RecipeTensors
 from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
 
@@ -113,6 +114,16 @@ class BaseBlocks:
         return wide[..., : self.width].to(self.dtype)
 
 
+def move_to_host(weight: Tensor, blocks: BaseBlocks) -> BaseBlocks:
+    """Blocks on the host in place of these, which have no values yet; products read them where they are fetched to."""
+    held = replace(blocks, values=host_memory(blocks.values), scales=host_memory(blocks.scales))
+    values = place_without_memory(held.values, weight.device)
+    scales = place_without_memory(held.scales, weight.device)
+    attach_fetched_blocks(weight, replace(blocks, values=values, scales=scales))
+    attach_host_copies(weight, [HostCopy(held.values, values), HostCopy(held.scales, scales)])
+    return held
+
+
 def empty_blocks(weight: Tensor, format: BaseFormat) -> BaseBlocks:
     """Blocks without values for a weight of this shape and dtype."""
     *rows, width = weight.shape
@@ -156,7 +167,7 @@ class BlockRecipe:
 
     def weight(self, w: Tensor) -> BaseBlocks:
         parameter = underlying_parameter(w)
-        blocks = held_blocks_of(parameter)
+        blocks = blocks_to_read(parameter)
         assert isinstance(blocks, BaseBlocks), "a weight of this recipe is held in blocks"
         return blocks.as_matrices(w.shape[:-1])
 
@@ -217,21 +228,30 @@ def expert_runs(counts: Sequence[int], most: int) -> Iterator[tuple[slice, slice
 
 
 @torch.no_grad()
-def hold_base(model: nn.Module, format: BaseFormat, products: Iterable[str], kernels: BoundKernels) -> None:
-    """Give the weights of these products blocks in place of memory, and all other parameters their memory. The model
-    was declared without; products of other pipeline ranks are left."""
+def hold_base(
+    model: nn.Module,
+    format: BaseFormat,
+    products: Iterable[str],
+    kernels: BoundKernels,
+    on_host: Collection[str] = (),
+) -> None:
+    """Give the weights of these products blocks in place of memory, some of them on the host, and all other parameters
+    their memory. The model was declared without; products of other pipeline ranks are left."""
     recipe = BlockRecipe(format, kernels)
     here = named_products(model)
-    held: set[int] = set()  # declarations of weights, by identity
+    held: dict[int, str] = {}  # products, by the identity of their weights' declarations
     for name in products:
         if name in here:
             product = here[name]
             product.use_recipe(recipe, kernels)
-            held.add(id(placed_weight(product).declaration))
+            held[id(placed_weight(product).declaration)] = name
     for parameter in declared_parameters(model):
         tensor = parameter.tensor
-        if id(parameter.declaration) in held:
+        name = held.get(id(parameter.declaration))
+        if name is not None:
             blocks = empty_blocks(tensor, format)
+            if name in on_host:
+                blocks = move_to_host(tensor, blocks)
             nothing = tensor.new_full((1,), torch.nan)  # which a loss would show
             tensor.data = nothing.expand(tensor.shape)
             attach_held_blocks(tensor, blocks)

@@ -18,7 +18,7 @@ from moefold.comm.two_levels import PendingWork, gather_over_levels
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.weight_copies import count_change, repeat_change
 from moefold.shard.buckets import Bucket
-from moefold.shard.storage import WeightStorage
+from moefold.shard.storage import ShardedWeights, WeightStorage
 
 
 @dataclass
@@ -37,6 +37,10 @@ class PendingGather:
         with blocked():
             for work in self.works:
                 work.wait()
+
+    def arriving_tensors(self) -> list[Tensor]:
+        """What has memory from the gather until it is freed; nothing where weights have memory of their own."""
+        return self.storage.gathered_tensors() if isinstance(self.storage, ShardedWeights) else []
 
 
 class Publisher:

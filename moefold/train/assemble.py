@@ -13,6 +13,7 @@ import torch
 
 from moefold.anatomy.adapters import adapter_specs
 from moefold.anatomy.frozen_base import base_products
+from moefold.anatomy.host_experts import experts_on_host
 from moefold.anatomy.products import product_recipes
 from moefold.anatomy.stage_contents import pipeline_stages, rank_of_each_stage
 from moefold.checkpoint.live.logical_tensors import StateProvider
@@ -42,6 +43,7 @@ from moefold.layout.declare import declared_parameters, parameters_without_memor
 from moefold.layout.dtypes import DTYPES
 from moefold.memory.choose import attach_configured_policies
 from moefold.memory.graphs import StepGraph, make_step_graph
+from moefold.memory.host_experts import fetch_experts, hold_experts_on_host
 from moefold.model.attention.context_parallel import choose_context_mechanisms
 from moefold.model.initialise import fill_parameters, initialise_parameters
 from moefold.model.objective import Preferences
@@ -157,7 +159,8 @@ def assemble_run(
     shared = share_out_model(config, model, world, groups, kernels, spans, weights)
     gradients = shared.gradients
     optimizer = Optimizer(shared.buckets, groups.rules)
-    executor = Executor(config, model, gradients, world, spans, shared.around)
+    around = (*shared.around, *fetch_experts(config, model, spans))
+    executor = Executor(config, model, gradients, world, spans, around)
     reading = executor if frozen is None else Executor(config, frozen, gradients, world, spans)
     return Run(
         config=config,
@@ -299,14 +302,16 @@ def build_model(
 ) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
     which gives every parameter its value, and by `adapters`, which fills adapters. With zero3 parameters have no memory
-    until they are shared out; those of a base in blocks never have."""
+    until they are shared out; those of a base in blocks never have, those of experts on the host only in steps."""
     choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
     homes = rank_of_each_stage(config)
     stages = [stage for stage, home in zip(pipeline_stages(config), homes, strict=True) if home == here]
     is_whole = config.shard.mode == "zero1"
     base = BASE_FORMATS.get(config.lora.base)
-    memory = nullcontext() if is_whole and base is None else parameters_without_memory()
+    on_host = [product for layer in experts_on_host(config) for product in layer.products]
+    is_plain = is_whole and base is None and not on_host
+    memory = nullcontext() if is_plain else parameters_without_memory()
     with world.device, default_dtype(DTYPES[config.train.precision]), memory:
         model = Transformer(config.model, choices, stages)
     if config.train.objective == "dpo":
@@ -314,7 +319,9 @@ def build_model(
     recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
     if base is not None:
-        hold_base(model, base, [product.name for product in base_products(config)], kernels)
+        hold_base(model, base, [product.name for product in base_products(config)], kernels, on_host)
+    if on_host:
+        hold_experts_on_host(model, on_host)
     if is_whole and start is not None:
         start(model)
     elif is_whole:

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from moefold.checkpoint.format.boxes import box_corner, box_sizes, box_slices, element_count
 from moefold.checkpoint.live.logical_tensors import TensorPart, boxes_in_whole, part_of_parameter, part_of_state
-from moefold.config.memory_regions import outermost_regions, without_presets
+from moefold.config.memory_regions import (
+    EXPERT_WEIGHTS,
+    entries_of_expert_weights,
+    entries_of_regions,
+    outermost_regions,
+    without_presets,
+)
 from moefold.config.rules import check_config
 from moefold.config.run import (
     AttentionConfig,
@@ -92,7 +98,9 @@ def regions_in_all_layers(memory: MemoryConfig) -> MemoryConfig:
     """The same regions in all layers: those that are named are of another number of layers. Small tensors are
     offloaded too."""
     recompute = region_names(without_presets(memory.recompute))
-    offload = region_names(memory.offload)
+    offload = region_names(entries_of_regions(memory.offload))
+    if entries_of_expert_weights(memory.offload):
+        offload = (EXPERT_WEIGHTS, *offload)
     return replace(memory, recompute=recompute, offload=offload, offload_least=1)
 
 

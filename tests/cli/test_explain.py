@@ -62,6 +62,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "kernels",
         "regions",
         "recompute",
+        "experts_on_host",
         "graphs",
         "optimizer",
         "memory",
@@ -501,6 +502,19 @@ def test_a_base_in_blocks_tells_its_bytes(explained: Any, capsys: pytest.Capture
     assert run_command_line(["explain", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "29.9 G of them in blocks of nf4, 14.79 GiB in place of 55.69" in shown
+
+
+def test_experts_on_the_host_are_told_with_their_bytes(explained: Any, capsys: pytest.CaptureFixture[str]):
+    words = ["qwen3-30b-a3b", "--lora.rank", "16", "--train.precision", "bf16", "--model.moe.balance.bias_rate", "0"]
+    assert explained(*words)["experts_on_host"] is None
+    words += ["--memory.offload", "expert_weights@4-13,core"]
+    layer = 2 * 3 * 128 * 768 * 2048
+    found = explained(*words)
+    assert found["experts_on_host"] == {"layers": "4-13", "bytes": 10 * layer, "device_bytes": 2 * layer}
+    assert found["recompute"]["offloaded"] == {"core": "layers 0-46"}
+    assert run_command_line(["explain", *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "experts of layers 4-13 on the host: 11.25 GiB of the first rank in host memory, at most 2.25 GiB" in shown
 
 
 def test_clones_of_hot_experts_are_told_where_a_run_makes_them(explained: Any):

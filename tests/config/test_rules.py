@@ -28,6 +28,9 @@ CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
 
 SAMPLES = "--data.batch_of=samples --data.packing=best_fit --data.attend=document"
 
+# Without spaces: overrides are split at them.
+FROZEN_EXPERTS = "--optim.groups=*.experts.*:frozen"
+
 # rule -> (overrides that break it, number of ranks, what its message must name)
 DYNAMIC = "--parallel.context_sizes=dynamic"
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
@@ -215,6 +218,8 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.offload=experts --memory.recompute=moe@1", 1, "which is recomputed: it keeps nothing to offload"),
         ("--memory.offload=layer --model.layers=1", 1, "named for layer 0 alone"),
         ("--memory.offload=dispatch", 1, "region dispatch saves nothing inside"),
+        ("--memory.offload=expert_weight", 1, '(did you mean "expert_weights"?)'),
+        ("--memory.offload=expert_weights@4 --lora.rank=4", 1, "names layer 4; the model has layers 0 to 3"),
     ],
     "expert chunks are whole tiles": [("--memory.expert_chunk=100", 1, "memory.expert_chunk = 100")],
     "recomputed exchanges of paired slots have one order": [
@@ -229,6 +234,23 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "a whole graph is of bf16 on a GPU": [
         ("--memory.graphs=whole --train.device=cpu", 1, "train.device = cpu"),
         ("--memory.graphs=whole --train.precision=fp32", 1, "train.precision = fp32"),
+    ],
+    "expert weights on the host are frozen": [
+        ("--memory.offload=expert_weights", 1, "fetched from the host and never written back"),
+        ("--memory.offload=expert_weights@1,core", 1, "memory.offload = expert_weights@1,core"),
+    ],
+    "expert weights on the host are whole there": [
+        (f"--memory.offload=expert_weights {FROZEN_EXPERTS} --shard.mode=zero3", 2, "shard.mode = zero3"),
+    ],
+    "expert weights on the host have no clones": [
+        (
+            f"--memory.offload=expert_weights {FROZEN_EXPERTS} --parallel.clone_slots=1 --parallel.ep=2",
+            2,
+            "parallel.clone_slots = 1",
+        ),
+    ],
+    "expert weights on the host are those of one model": [
+        (f"--memory.offload=expert_weights {FROZEN_EXPERTS} --train.objective=dpo", 1, "train.objective = dpo"),
     ],
     "a whole graph offloads nothing": [
         ("--memory.graphs=whole --memory.offload=layer", 1, "memory.offload = layer"),

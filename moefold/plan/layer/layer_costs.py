@@ -26,7 +26,7 @@ from moefold.anatomy.step_specs import (
     sliding_window_of,
 )
 from moefold.anatomy.update_groups import AS_THE_RUN
-from moefold.config.memory_regions import REGIONS
+from moefold.config.memory_regions import REGIONS, expert_weight_layers
 from moefold.config.optimizer_groups import first_match, parse_groups
 from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import ModelConfig, PrecisionConfig
@@ -209,6 +209,7 @@ class LayerKind(NamedTuple):
     recomputed: frozenset[str]
     offloaded: frozenset[str]
     groups: tuple[GroupMark, ...]
+    on_host: bool  # its expert weights
 
 
 @lru_cache(maxsize=256)
@@ -218,12 +219,14 @@ def first_alike_layers(
     recompute: tuple[str, ...] = (),
     offload: tuple[str, ...] = (),
     groups: tuple[str, ...] = (),
+    expert_weights: tuple[str, ...] = (),
 ) -> tuple[int, ...]:
     """For each layer, the first layer of the same kind (dense or MoE, sliding window, recipes, recomputed and offloaded
-    regions, groups of its weights). MTP layers come last."""
+    regions, groups of its weights, experts on the host). MTP layers come last."""
     first: dict[LayerKind, int] = {}
     alike: list[int] = []
     recipes_by_layer = recipes_of_layers(model, precision)
+    on_host = expert_weight_layers(expert_weights, model.layers + model.mtp)
     for layer, recipes in enumerate(recipes_by_layer):
         kind = LayerKind(
             is_moe=is_moe_layer(model, layer),
@@ -232,6 +235,7 @@ def first_alike_layers(
             recomputed=regions_in_layer(recompute, layer),
             offloaded=frozenset() if is_last_layer(model, layer) else regions_in_layer(offload, layer),
             groups=groups_in_layer(model, layer, groups),
+            on_host=layer in on_host,
         )
         same = first.setdefault(kind, layer)
         alike.append(same)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from moefold.anatomy.regions import regions_of
+from moefold.config.memory_regions import EXPERT_WEIGHTS, entries_of_expert_weights, names_expert_weights
 from moefold.config.open_names import ATTENTION_NAMES
 from moefold.config.read import replace_values
 from moefold.config.rule import ConfigOnRanks
@@ -107,12 +108,17 @@ def command_words(settings: Settings) -> str:
 
 
 def memory_regions(fit: MachineFit) -> Iterator[str]:
-    """The least recompute that makes the run fit, and on a GPU the least offload."""
+    """The least recompute that makes the run fit, and on a GPU the least offload; first that of frozen experts."""
     model = fit.config.model
+    offload = fit.config.memory.offload
+    experts = entries_of_expert_weights(offload)
+    if fit.on_gpu and not experts and fit.config.lora.rank and "experts" in regions_of(model, {}):
+        yield from first_that_fits(fit, [{"memory.offload": (EXPERT_WEIGHTS, *offload)}])
     recomputed = settings_of_ladder("memory.recompute", RECOMPUTE_LADDER, model)
     yield from first_that_fits(fit, recomputed)
     if fit.on_gpu:
-        offloaded = settings_of_ladder("memory.offload", OFFLOAD_LADDER, model)
+        ladder = [(*experts, *names) for names in OFFLOAD_LADDER]
+        offloaded = settings_of_ladder("memory.offload", ladder, model)
         yield from first_that_fits(fit, offloaded)
 
 
@@ -120,7 +126,7 @@ def settings_of_ladder(key: str, ladder: Sequence[Sequence[str]], model: ModelCo
     """The regions of each rung that the model has."""
     present = regions_of(model, {})
     for names in ladder:
-        regions = [name for name in names if name in present]
+        regions = [name for name in names if name in present or names_expert_weights(name)]
         yield {key: tuple(regions)}
 
 

@@ -110,11 +110,11 @@ class MachineFit:
             parts = list_parts(ranks)
             memory = gpus[number]
             yield from shortage_of(f"GPU {number}", memory, ranks, needed, parts)
-        states = sum(rank.host for rank in local)
-        needed = states + self.checkpoint_bytes(local)
+        offloaded = sum(rank.host for rank in local)
+        needed = offloaded + self.checkpoint_bytes(local)
         parts = CHECKPOINT_COPY
-        if states:
-            parts = f"optimizer states {states / GIB:,.1f}, {CHECKPOINT_COPY}"
+        if offloaded:
+            parts = f"offloaded {offloaded / GIB:,.1f}, {CHECKPOINT_COPY}"
         yield from self.host_shortage(local, needed, parts)
 
     def cpu_shortages(self, local: Ranks) -> Iterator[MemoryShortage]:

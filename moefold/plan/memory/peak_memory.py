@@ -11,13 +11,14 @@ their tensor, context, data or expert coordinate have the same memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
 from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.config.run import Config
 from moefold.plan.memory.grouped_parameters import with_groups
+from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.live_microbatches import StageBytes, running_op
 from moefold.plan.memory.rank_stages import (
     RankKind,
@@ -105,9 +106,10 @@ def fullest_rank(ranks: list[RankMemory]) -> RankMemory:
 @dataclass(frozen=True)
 class RankKindCosts:
     """Costs that ranks with the same pieces have in common: stages with even expert load, and with the fullest
-    experts."""
+    experts. `host`: weights there."""
 
     state: ResidentState
+    host: float
     update: float
     buffers: float
     stages: list[StageCount]
@@ -120,8 +122,11 @@ def rank_kind_costs(s: RunSetting, rank: RankStages) -> RankKindCosts:
     even = stage_counts(s, rank)
     full = stage_counts(s, rank, s.load)
     state = with_groups(s, rank, resident_state(s, rank, even))
+    experts = host_weights(s, rank)
+    state = replace(state, weights=state.weights - experts.saved)
     return RankKindCosts(
         state=state,
+        host=experts.on_host,
         update=optimizer_workspace(s, state),
         buffers=buffer_bytes(s, rank, state),
         stages=even,
@@ -225,10 +230,10 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
     peak = find_peak_moment(s, number, rank, costs)
     main = state.main
     moments = state.moments
-    host = 0.0
+    host = costs.host
     # Offloaded state and activations are counted on the host instead.
     if s.states_on_host:
-        host = main + moments
+        host += main + moments
         main = moments = 0.0
     for microbatches, stage in zip(peak.live, costs.stages, strict=True):
         host += microbatches * stage.offloaded

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moefold.anatomy.stage_contents import Stage, pipeline_stages, rank_of_each_stage
+from moefold.config.memory_regions import entries_of_expert_weights, entries_of_regions
 from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig
 from moefold.plan.layer.layer_costs import ParameterClass, PieceCount, StepCount, count_piece, first_alike_layers
 from moefold.plan.layer.rank_shapes import RankPortion
@@ -23,6 +24,7 @@ class LayerEntries(NamedTuple):
     recompute: tuple[str, ...]
     offload: tuple[str, ...]
     groups: tuple[str, ...]
+    expert_weights: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,9 @@ def stages_by_rank(config: Config) -> list[RankStages]:
     seq_len = config.data.seq_len
     places = (seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
     of_some_layers = tuple(entry for entry in config.memory.recompute if "@" in entry)
-    entries = LayerEntries(of_some_layers, config.memory.offload, config.optim.groups)
+    offload = config.memory.offload
+    regions = entries_of_regions(offload)
+    entries = LayerEntries(of_some_layers, regions, config.optim.groups, entries_of_expert_weights(offload))
     return arrange_stages(config.model, *places, config.precision, entries)
 
 

@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 from moefold.anatomy.step_specs import sliding_window_of
 from moefold.config.errors import UserError
+from moefold.config.memory_regions import entries_of_expert_weights, entries_of_regions
 from moefold.config.run import (
     Config,
     DataConfig,
@@ -217,13 +218,15 @@ def check_product_recipes(config: Config, choices: PlanChoices) -> None:
 
 
 def agree_on_regions(config: Config, choices: PlanChoices) -> tuple[Config, PlanChoices]:
-    """Both with the regions of the choices, or where these name none with those of the configuration."""
+    """Both with the regions of the choices, or where these name none with those of the configuration. Expert weights
+    are no region, and the configuration's alone."""
     memory = config.memory
+    configured = entries_of_regions(memory.offload)
     recompute = choices.recompute or memory.recompute
-    offload = choices.offload or memory.offload
-    if (choices.recompute, choices.offload) == (memory.recompute, memory.offload):
+    offload = choices.offload or configured
+    if (choices.recompute, choices.offload) == (memory.recompute, configured):
         return config, choices
-    memory = replace(memory, recompute=recompute, offload=offload)
+    memory = replace(memory, recompute=recompute, offload=(*entries_of_expert_weights(memory.offload), *offload))
     agreed = replace(choices, recompute=recompute, offload=offload)
     return replace(config, memory=memory), agreed
 

@@ -34,6 +34,7 @@ from moefold.plan.memory.grouped_parameters import (
     rank_classes,
     sum_counts,
 )
+from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.peak_memory import CUBLAS_WORKSPACE, PIPELINE_MESSAGES
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, adapter_sizes, moment_sizes
@@ -495,6 +496,7 @@ def least_rank_state(s: RunSetting, rank: RankStages, stages: StageMemories) -> 
     if s.keeps_only_quantised:
         in_copies -= wide * sum(stage.quantized for stage in stages)
     weights = here.held * wide + in_copies * here.held / whole.held
+    weights -= host_weights(s, rank).saved
     gradients = here.trained * STATE_ELEMENT_BYTES[s.optim.gradients]
     optimizer = least_optimizer_bytes(s, owned)
     if not s.config.lora.rank:

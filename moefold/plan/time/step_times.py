@@ -4,7 +4,7 @@
     passes                pointwise kernels, by memory bandwidth
     host                  exposed latency of launches and synchronisation; none where a CUDA graph replays the step
     joined                collectives of tensor and context parallelism, which delay the next kernel
-    memory                repeated forwards of recompute, and exposed copies to the host
+    memory                repeated forwards of recompute, and exposed copies to and from the host
     travel                dispatch and combine between ranks: the comm lane, which paired microbatches overlap
 
 The time of a piece of a layout (E, t, m, L) is the sum over its steps, that of a stage the sum over its pieces.
@@ -37,6 +37,7 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS, attention_efficiency
 from moefold.plan.machine.fp8_rates import BF16_TFLOPS, MEASURED_RATES, PassName
 from moefold.plan.machine.gpu import Gpu, roofline_seconds
+from moefold.plan.memory.host_weights import bytes_by_layer
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces
 from moefold.plan.time.update_seconds import trained_part
@@ -157,6 +158,7 @@ class StepClock:
             steps = self.time_steps(piece, layer)
             seconds = sum_pass_seconds(steps.values())
             seconds = self.add_fsdp_exchange(piece, layer, seconds)
+            seconds = self.add_expert_fetch(piece, layer, seconds)
             self.piece_seconds[key] = seconds
         return self.piece_seconds[key]
 
@@ -495,6 +497,19 @@ class StepClock:
         exposed_backward = max(0.0, exchange - D.compute - W.compute)
         forward = joined_with(F, exposed_forward)
         data_gradient = joined_with(D, exposed_backward)
+        return PassSeconds(forward, data_gradient, W)
+
+    def add_expert_fetch(self, piece: str, layer: int, passes: PassSeconds) -> PassSeconds:
+        """Times with the exposed copies of experts from the host, before forward and before backward, each during the
+        compute of the neighbouring layer. That a pass finds two layers of the one before it is left out."""
+        if piece not in "tm":
+            return passes
+        fetch = bytes_by_layer(self.setting).get(layer, 0.0) / self.gpu.host_link
+        F, D, W = passes
+        exposed_forward = max(0.0, fetch - F.total)
+        exposed_backward = max(0.0, fetch - D.total - W.total)
+        forward = F._replace(memory=F.memory + exposed_forward)
+        data_gradient = D._replace(memory=D.memory + exposed_backward)
         return PassSeconds(forward, data_gradient, W)
 
 

@@ -26,6 +26,7 @@ TRAINED = {
     "Muon for experts": "--optim.groups=*.experts.*: rule=muon,*.router.*: frozen",
     "Muon": "--optim.rule=muon;--optim.groups=*.norm.*: frozen",
     "adapters": "--lora.rank=16",
+    "adapters beside experts on the host": "--lora.rank=16;--memory.offload=expert_weights@3-30",
     "adapters beside blocks": "--lora.rank=16;--lora.base=nf4;--optim.rule=muon",
 }
 MODELS = ("qwen3-30b-a3b", "deepseek-v2-lite", "olmoe-1b-7b")

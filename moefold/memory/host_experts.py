@@ -1,0 +1,137 @@
+"""Frozen experts on the host (`memory.offload expert_weights`): a layer's weights are fetched ahead of its experts.
+
+    compute    | attend 0 | experts 0 | attend 1 | experts 1 | attend 2 | ...      forward, and in reverse backward
+    host link  | layer 1 ------------ | layer 2 ------------ |
+
+A unit is the weights of a layer's routed experts on this rank: in the model's precision, or in the blocks of
+`lora.base`. Two units have device memory at a time, the one in use and the next (model/unit_window.py); with paired
+slots two of each pass. A unit takes the memory that the one before it left: sizes are equal, so the allocator gives the
+same memory again. The copy stream waits for what used that memory, and the compute stream for the copy; the host waits
+for nothing. On a CPU the same code copies at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moefold.config.run import Config
+from moefold.layout.declare import declared_parameters
+from moefold.layout.held_blocks import held_blocks_of
+from moefold.layout.held_share import HeldShare, attach_held_share
+from moefold.layout.host_copies import HostCopy, attach_host_copies, host_copies_of, host_memory
+from moefold.layout.weight_copies import drop_copies
+from moefold.model.moe.experts import Experts
+from moefold.model.unit_window import UnitWindow
+from moefold.observe.trace import SpanRecorder
+from moefold.precision.recipes import named_products, placed_weight
+
+UNITS_OF_A_PASS = 2  # on the device at a time: the one in use, and the next
+
+
+class PendingFetch(NamedTuple):
+    """Copies from the host under way. `event`: behind them; None where they end at once."""
+
+    copies: tuple[HostCopy, ...]
+    event: Any = None
+
+    def wait(self) -> None:
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def wait_for_works(self) -> None:
+        self.wait()
+
+    def arriving_tensors(self) -> list[Tensor]:
+        return [copy.on_device for copy in self.copies]
+
+
+class FetchedExperts(UnitWindow):
+    """The experts of a model whose weights lie on the host. An observer of steps. `fetched_bytes`: since its start."""
+
+    arrives = "fetches"
+
+    def __init__(self, model: nn.Module, spans: SpanRecorder, most: int = UNITS_OF_A_PASS):
+        super().__init__(spans, most)
+        self.weights: dict[str, list[Tensor]] = {}  # by unit
+        self.stream: Any = None
+        self.fetched_bytes = 0
+        for name, module in model.named_modules():
+            if isinstance(module, Experts):
+                self.attach_experts(name, module)
+
+    def attach_experts(self, name: str, experts: Experts) -> None:
+        weights = [weight for weight in experts.parameters(recurse=False) if host_copies_of(weight)]
+        if not weights:
+            return
+        self.weights[name] = list[Tensor](weights)
+        self.attach_units(experts, frozenset([name]))
+        device = weights[0].device
+        if device.type == "cuda" and self.stream is None:
+            self.stream = torch.cuda.Stream(device)
+
+    def comes_and_goes(self, unit: str) -> bool:
+        return unit in self.weights
+
+    def copies(self, unit: str) -> tuple[HostCopy, ...]:
+        found: tuple[HostCopy, ...] = ()
+        for weight in self.weights[unit]:
+            found += host_copies_of(weight)
+        return found
+
+    @torch.no_grad()
+    def bring(self, unit: str) -> list[PendingFetch]:
+        copies = self.copies(unit)
+        for copy in copies:
+            memory = copy.on_device.untyped_storage()
+            memory.resize_(copy.on_host.nbytes)
+            self.fetched_bytes += copy.on_host.nbytes
+        if self.stream is None:
+            fill_from_host(copies)
+            return [PendingFetch(copies)]
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)  # which may still use this memory for what was in it before
+        with torch.cuda.stream(self.stream):
+            fill_from_host(copies)
+        event = self.stream.record_event()
+        return [PendingFetch(copies, event)]
+
+    def release(self, unit: str) -> None:
+        for copy in self.copies(unit):
+            memory = copy.on_device.untyped_storage()
+            memory.resize_(0)
+        drop_copies(self.weights[unit])
+
+
+def fill_from_host(copies: Iterable[HostCopy]) -> None:
+    for copy in copies:
+        copy.on_device.copy_(copy.on_host, non_blocking=True)
+
+
+@torch.no_grad()
+def hold_experts_on_host(model: nn.Module, products: Collection[str]) -> None:
+    """Give the weights of these products host memory, unless they have blocks there, and all other parameters device
+    memory. The model was declared without; products of other pipeline ranks are left."""
+    here = named_products(model)
+    on_host = [placed_weight(here[name]).declaration for name in products if name in here]
+    identities = set(map(id, on_host))
+    for parameter in declared_parameters(model):
+        tensor = parameter.tensor
+        if held_blocks_of(tensor) is not None:
+            continue
+        if id(parameter.declaration) not in identities:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            continue
+        values = host_memory(tensor)
+        attach_held_share(tensor, HeldShare(0, values.view(-1)))
+        attach_host_copies(tensor, [HostCopy(values, tensor.data)])
+
+
+def fetch_experts(config: Config, model: nn.Module, spans: SpanRecorder) -> tuple[FetchedExperts, ...]:
+    """What fetches the experts of a run's model from the host; nothing where all are on the device."""
+    passes = 2 if config.pipeline.pair else 1  # a forward and a backward at a time
+    fetched = FetchedExperts(model, spans, passes * UNITS_OF_A_PASS)
+    return (fetched,) if fetched.weights else ()
