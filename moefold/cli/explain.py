@@ -386,6 +386,8 @@ FP8_WAYS = {  # what a key of the section `precision` lets ranks send in FP8
     "tp_sums": "summands of attention and dense MLPs over tp (e4m3, a scale for a token; summed in fp32)",
     "tp_sum_gradients": "gradients of those sums over tp (e4m3, a scale for 128 tokens of a channel)",
 }
+FP8_GRADIENTS = "gradients to the ranks that update their weights (e4m3, a scale for 128 values; summed in fp32)"
+COPIES_IN_FP32 = "; between copies of shares their sums are sent in fp32"
 
 
 def formats_sent(config: Config) -> list[str]:
@@ -395,6 +397,9 @@ def formats_sent(config: Config) -> list[str]:
         format = getattr(config.precision, key)
         if format != "plain":
             sent.append(text.format(format))
+    if config.optim.gradient_reduce == "fp8":
+        others = COPIES_IN_FP32 if config.shard.replicas > 1 else ""
+        sent.append(FP8_GRADIENTS + others)
     if config.precision.storage == "fp8":
         sent.append("weights to replicas (as they are stored)")
     return sent

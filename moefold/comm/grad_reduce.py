@@ -62,9 +62,7 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, allocate: Allocator = torch.empty
     else:
         sent, received = round_to_bf16_in_place(x)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
-    sent_bytes = reduce_scatter_bytes(sent, axis)
-    announce("reduce", axis, sent, sent_bytes)
-    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+    wait = exchange_parts(sent, received, axis)
     parts = received.view(axis.size, -1)
 
     def sum_of_parts() -> Tensor:
@@ -72,7 +70,16 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, allocate: Allocator = torch.empty
         total = allocate(size, dtype=sum_dtype, device=x.device)
         return sum_part_by_part(parts, total)
 
-    return PendingReduction(work.wait, sum_of_parts)  # pyright: ignore[reportOptionalMemberAccess]
+    return PendingReduction(wait, sum_of_parts)
+
+
+def exchange_parts(sent: Tensor, received: Tensor, axis: Axis) -> Callable[[], object]:
+    """Start to send each rank of the axis its part, the first dim in equal parts; returns what waits for the parts of
+    the others."""
+    sent_bytes = reduce_scatter_bytes(sent, axis)
+    announce("reduce", axis, sent, sent_bytes)
+    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+    return work.wait  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def sum_part_by_part(parts: Tensor, total: Tensor) -> Tensor:

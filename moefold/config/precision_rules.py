@@ -83,7 +83,7 @@ def sends_fp8(c: ConfigOnRanks) -> bool:
     """Whether anything is sent in FP8 beside weights."""
     precision = c.precision
     sent = (precision.dispatch, precision.combine_gradient, precision.tp_sums, precision.tp_sum_gradients)
-    return any(format != "plain" for format in sent)
+    return c.optim.gradient_reduce == "fp8" or any(format != "plain" for format in sent)
 
 
 def has_fp8_scales(c: ConfigOnRanks) -> bool:

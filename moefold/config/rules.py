@@ -703,16 +703,26 @@ def bf16_gradients_of_one_microbatch(c: ConfigOnRanks) -> bool:
 
 
 @OPTIMIZER_RULES.rule(
-    "bf16 gradients are sent as bf16",
+    "bf16 gradients are sent as bf16 or fp8",
     ("optim.gradients", "optim.gradient_reduce"),
     says="<optim.gradients>, but <optim.gradient_reduce> between {world} ranks: "
     "bf16 gradients have no fp32 bits to send",
     fix="set optim.gradient_reduce to bf16",
 )
-def bf16_gradients_are_sent_as_bf16(c: ConfigOnRanks) -> bool:
+def bf16_gradients_are_not_sent_as_fp32(c: ConfigOnRanks) -> bool:
     if c.world == 1 or c.optim.gradients == "fp32":
         return True
-    return c.optim.gradient_reduce == "bf16"
+    return c.optim.gradient_reduce != "fp32"
+
+
+@OPTIMIZER_RULES.rule(
+    "FP8 gradients are sent",
+    ("optim.gradient_reduce", "parallel.pp"),
+    says="<optim.gradient_reduce> with {world} ranks and <parallel.pp>: a stage has one rank, so no gradient is sent",
+    fix="set optim.gradient_reduce to fp32",
+)
+def fp8_gradients_are_sent(c: ConfigOnRanks) -> bool:
+    return c.optim.gradient_reduce != "fp8" or c.world > c.parallel.pp
 
 
 def optimizer_group_problems(c: ConfigOnRanks) -> str:

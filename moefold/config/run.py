@@ -320,8 +320,9 @@ class OptimConfig:
     gradients: Literal["fp32", "bf16"] = key(
         "fp32", "dtype of a bf16 model's gradients; bf16 for steps of one microbatch, which need no accumulation"
     )
-    gradient_reduce: Literal["fp32", "bf16"] = key(
-        "fp32", "dtype that gradients are sent as in the reduce-scatter; sums are always fp32"
+    gradient_reduce: Literal["fp32", "bf16", "fp8"] = key(
+        "fp32",
+        "what gradients are sent as in the reduce-scatter; fp8: e4m3 with a scale for 128 values; sums are always fp32",
     )
     groups: tuple[str, ...] = key(
         (),

@@ -22,14 +22,22 @@ from torch.utils.hooks import RemovableHandle
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.grad_reduce import PendingReduction, reduce_scatter_bf16, reduce_scatter_fp32, wait_for_nothing
 from moefold.comm.p2p import sum_over_members
-from moefold.comm.two_levels import reduce_over_levels
+from moefold.comm.two_levels import Reduction, reduce_over_levels
 from moefold.kernels.optimizer.add_squares import add_squares
+from moefold.kernels.quantise.fp8 import ScaleRule
 from moefold.layout.axes import World
 from moefold.layout.gradient_sink import attach_gradient_sink
+from moefold.precision.fp8_gradient_sum import reduce_scatter_fp8
 from moefold.shard.buckets import Bucket, units_of_buckets
 
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
-GRADIENT_REDUCTIONS = {"fp32": reduce_scatter_fp32, "bf16": reduce_scatter_bf16}
+POWER_OF_TWO_SCALES = ScaleRule(power_of_two=True)
+GRADIENT_REDUCTIONS: dict[str, Reduction] = {
+    "fp32": reduce_scatter_fp32,
+    "bf16": reduce_scatter_bf16,
+    "fp8": reduce_scatter_fp8,
+    "fp8 by powers of two": partial(reduce_scatter_fp8, rule=POWER_OF_TWO_SCALES),
+}
 AccumulationHook = Callable[[Tensor], None]
 AfterReduction = Callable[[Bucket], None]
 SumReader = Callable[[str, Tensor], None]  # called with a parameter's name and its flat sum
@@ -66,7 +74,7 @@ class HeldGradients(NamedTuple):
 
 
 class Gradients:
-    """The gradients of a model in buckets. `reduction`: the dtype of the reduce-scatter between ranks."""
+    """The gradients of a model in buckets. `reduction`: a name of GRADIENT_REDUCTIONS, as what gradients are sent."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ def share_out_model(
     buckets = configured_filler(config, model, world, groups)(unit=unit, fp8=fp8)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what parameters had before they moved into buckets
-    gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
+    gradients = Gradients(buckets, world, gradient_reduction(config), kernels[add_squares])
     updates_are_late = config.optim.states == "host" and world.device.type == "cuda"
     return SharedOut(buckets, gradients, Publisher(model, buckets, updates_are_late))
 
@@ -102,10 +102,18 @@ def share_out_units(
     for name, (users, _) in stages_using_parameters(model).items():
         for stage in users:
             stages[stage].add(unit_of(name))
-    gradients = UnitGradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares], stages)
+    gradients = UnitGradients(buckets, world, gradient_reduction(config), kernels[add_squares], stages)
     passes = 2 if config.pipeline.pair else 1  # a forward and a backward at a time
     units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, passes * UNITS_OF_A_PASS)
     return SharedOut(buckets, gradients, units, (units,))
+
+
+def gradient_reduction(config: Config) -> str:
+    """The name of the reduction of gradients between ranks."""
+    reduction = config.optim.gradient_reduce
+    if reduction == "fp8" and config.precision.power_of_two_scales:
+        return "fp8 by powers of two"
+    return reduction
 
 
 def configured_filler(config: Config, model: Transformer, world: World, groups: ParameterGroups):

@@ -449,6 +449,11 @@ def test_what_is_sent_in_fp8_is_said(explained: Any):
     assert gradients == "gradients of experts' sums (e5m2, a scale for 128 values of a token)"
     words = ["--parallel.tp", "2", "--nproc", "2", "--precision.tp_sums", "fp8", "--precision.tp_sum_gradients", "fp8"]
     assert len(explained("tiny", *words)["fp8_on_the_wire"]) == 2
+    words = ["--nproc", "2", "--optim.gradient_reduce", "fp8"]
+    (gradients,) = explained("tiny", *words)["fp8_on_the_wire"]
+    assert gradients.startswith("gradients to the ranks that update their weights (e4m3")
+    (gradients,) = explained("tiny", *words, "--shard.replicas", "2")["fp8_on_the_wire"]
+    assert gradients.endswith("between copies of shares their sums are sent in fp32")
     storage = explained("tiny", "--precision.recipe", "fp8_block", "--precision.storage", "fp8")
     assert storage["fp8_on_the_wire"] == ["weights to replicas (as they are stored)"]
 

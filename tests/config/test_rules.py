@@ -186,8 +186,12 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "bf16 gradients are of one microbatch": [
         ("--optim.gradients=bf16 --train.global_batch=8 --train.micro_batch=4", 1, "train.micro_batch = 4")
     ],
-    "bf16 gradients are sent as bf16": [
+    "bf16 gradients are sent as bf16 or fp8": [
         ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_reduce = fp32")
+    ],
+    "FP8 gradients are sent": [
+        ("--optim.gradient_reduce=fp8", 1, "a stage has one rank, so no gradient is sent"),
+        ("--optim.gradient_reduce=fp8 --parallel.pp=2", 2, "parallel.pp = 2"),
     ],
     "optimizer groups can be read": [
         ("--optim.groups=*.weight:lr=fast", 1, "optim.groups = *.weight:lr=fast: expected lr = a factor"),

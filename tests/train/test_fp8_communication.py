@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.layout.axes import World, create_world
 from moefold.layout.declare import declared_parameters
 from moefold.presets.recipe import resolve_recipe
@@ -23,6 +24,7 @@ WORDS = [
 ]
 TOKENS = ["--precision.dispatch", "fp8", "--precision.combine_gradient", "e5m2"]
 SUMS = ["--precision.tp_sums", "fp8", "--precision.tp_sum_gradients", "fp8"]
+GRADIENTS = ["--optim.gradient_reduce", "fp8"]
 STEPS = 2
 NEAR = 5e-3  # of the loss
 
@@ -30,11 +32,13 @@ NEAR = 5e-3  # of the loss
 def train(world: World, words: list[str]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, and this rank's parts of the weights."""
     config = resolve_recipe("tiny", [*WORDS, *words], world.size)
-    here = create_world(world.rank, world.size, world.device, config.parallel)
+    here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
     run = assemble_run(config, here, Path("."), counting_corpus())
     losses = [take_next_step(run).loss for _ in range(STEPS)]
-    run.parameters.await_all_buckets()
     parts: dict[str, torch.Tensor] = {}
+    if config.shard.mode == "zero3":  # nothing is whole
+        return losses, parts
+    run.parameters.await_all_buckets()
     for parameter in declared_parameters(run.model):
         parts[f"{parameter.name} {parameter.part}"] = parameter.tensor.detach().clone()
     return losses, parts
@@ -89,3 +93,27 @@ def test_pipelines_paired_slots_and_recompute_change_no_bit():
     )
     assert alone == again == paired == paired_again
     assert_near(alone, plain)
+
+
+def losses_and_bytes(world: World, cases: list[list[str]]) -> list[tuple[list[float], int]]:
+    """Of each case the losses, and the bytes of gradients that this rank sends to those that update their weights."""
+    found: list[tuple[list[float], int]] = []
+    for words in cases:
+        with counted_bytes_sent() as sent:
+            losses, _ = train(world, words)
+        found.append((losses, sum(count for (what, _), count in sent.items() if what == "reduce")))
+    return found
+
+
+@pytest.mark.extended
+def test_gradients_in_half_of_the_bytes_learn_as_without_fp8():
+    """Shares of both modes begin at multiples of a block, so that the same gradients have a scale in common."""
+    layout = ["--parallel.ep", "2", "--parallel.tp", "2", "--train.global_batch", "2"]
+    full = [*layout, "--shard.mode", "zero3"]
+    found = run_ranks(
+        losses_and_bytes, 4, [[*layout, "--optim.gradient_reduce", "bf16"], [*layout, *GRADIENTS], [*full, *GRADIENTS]]
+    )
+    for (plain, bf16), (shared, shared_bytes), (sharded, sharded_bytes) in found:
+        assert_near(shared, plain)
+        assert sharded == shared == found[0][1][0]
+        assert 0 < max(shared_bytes, sharded_bytes) <= 0.53 * bf16

@@ -112,7 +112,7 @@ def hidden_dispatch(plan: Situation) -> Iterator[Advice]:
 
 def lighter_exchange(plan: Situation) -> Iterator[Advice]:
     part = plan.share(plan.time.exchange)
-    if part < WORTH_SAYING or plan.config.optim.gradient_reduce == "bf16":
+    if part < WORTH_SAYING or plan.config.optim.gradient_reduce != "fp32":
         return
     change: Change = {"optim.gradient_reduce": "bf16"}
     other = plan.changed(change)

@@ -24,6 +24,7 @@ STATE_ELEMENT_BYTES = {
     "fp8": 1 + BLOCK_SCALE,
     "int8": 1 + BLOCK_SCALE,
 }
+SUM_BYTES = 4  # of a gradient that is summed over ranks, whatever it was sent as
 MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2, "none": 0}  # of a main weight, beside the bf16 weight
 ADAMW_PIECES = ("E", "L")  # embedding and head, whatever the rule of matrices
 

@@ -37,7 +37,13 @@ from moefold.plan.memory.grouped_parameters import (
 from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.peak_memory import CUBLAS_WORKSPACE, PIPELINE_MESSAGES
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
-from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, adapter_sizes, moment_sizes
+from moefold.plan.memory.resident import (
+    MAIN_WEIGHT_BYTES,
+    STATE_ELEMENT_BYTES,
+    SUM_BYTES,
+    adapter_sizes,
+    moment_sizes,
+)
 from moefold.plan.memory.run_setting import (
     GIB,
     RunSetting,
@@ -426,7 +432,7 @@ def exposed_exchange_seconds(s: RunSetting, cluster: Cluster, times: StageTimes,
     trained = trained_part(s)  # frozen parameters are not exchanged
     gradient = trained * STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
     weight = trained * s.recipe.wide
-    copies = cluster.copies_seconds(parameters, s, gradient)
+    copies = cluster.copies_seconds(parameters, s, trained * SUM_BYTES)
     if s.choices.sharding == "fsdp":
         return copies
     scatter = cluster.exchange_seconds(parameters, s, gradient)

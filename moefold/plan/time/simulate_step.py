@@ -25,6 +25,7 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
+from moefold.plan.memory.resident import SUM_BYTES
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.plan.time.update_seconds import PassTimes, trained_part, update_seconds
 from moefold.schedule.program import OP_KINDS
@@ -189,7 +190,7 @@ def exposed_update_seconds(clock: StepClock, stages: Sequence[StagePieces], pass
     gradient = trained * STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
     weight = trained * s.recipe.wide
     cluster = clock.cluster
-    exposed = cluster.copies_seconds(parameters, s, gradient)
+    exposed = cluster.copies_seconds(parameters, s, trained * SUM_BYTES)
     if s.choices.sharding != "fsdp":  # FSDP exchanges weights and gradients with every microbatch
         scatter = cluster.exchange_seconds(parameters, s, gradient)
         gather = cluster.exchange_seconds(parameters, s, weight)

@@ -58,6 +58,19 @@ def seconds_of_olmoe(*words: str) -> float:
     return time_training_step(build_run_setting(config, 1, PlanChoices()), H200).seconds
 
 
+def exchange_of_olmoe(*words: str) -> float:
+    slow = replace(H200, network=H200.network / 1000)
+    config = resolve_recipe("olmoe-1b-7b", ("--train.global_batch=64", "--train.micro_batch=1", *words), 64)
+    return time_training_step(build_run_setting(config, 64, PlanChoices()), slow).exchange
+
+
+def test_gradients_are_exchanged_as_sent_and_sums_over_copies_in_fp32():
+    fp32, bf16, fp8 = (exchange_of_olmoe(f"--optim.gradient_reduce={sent}") for sent in ("fp32", "bf16", "fp8"))
+    assert (bf16 - fp8) / (fp32 - bf16) == pytest.approx((2 - 1 - 4 / 128) / (4 - 2), rel=1e-3)
+    copies = "--shard.replicas=64"  # a share is whole, so that nothing but its copies is exchanged
+    assert exchange_of_olmoe(copies, "--optim.gradient_reduce=fp8") == exchange_of_olmoe(copies)
+
+
 def test_a_step_with_states_on_the_host_is_forecast():
     """0.88 s were measured."""
     assert seconds_of_olmoe("--optim.states=host") == pytest.approx(0.88, rel=0.07)
