@@ -36,7 +36,7 @@ from moefold.config.memory_regions import entries_of_expert_weights, ranges_in_w
 from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import parse_groups, refuse_idle_groups
-from moefold.config.precision_recipes import is_fp8
+from moefold.config.precision_recipes import RECIPE_SPECS, is_fp8
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
 from moefold.data.regrouped_samples import context_shape
@@ -69,7 +69,12 @@ RING_OPS = {
 }  # added by a ring of context-parallel ranks
 FP8_STORAGE_OPS = {"share_maxima", "cast_share", "transpose_values"}  # added by weights that are stored in FP8 alone
 FP8_PRODUCT_OPS = {"fp8_product", "fp8_weight_product", "adamw_blocks"}
-FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS  # added by FP8 recipes
+MICRO_OPS = {  # added by recipes that are emulated
+    "mxfp8": {"quantise_mx", "dequantise_mx"},
+    "nvfp4": {"quantise_nv", "dequantise_nv", "line_maxima", "hadamard_blocks"},
+}
+EVERY_MICRO_OP = MICRO_OPS["mxfp8"] | MICRO_OPS["nvfp4"]
+FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS - EVERY_MICRO_OP  # added by FP8 recipes
 FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
@@ -417,7 +422,7 @@ def kernel_choices(config: Config, layers: list[LikeLayers], facts: Facts) -> di
     """The implementation of each op that the run calls, in the order of the catalog."""
     forced = forced_implementations(config.kernels.force)
     facts = replace(facts, recipe=experts_recipe(config))
-    used = ops_of_run(config, layers) | fp8_ops_of_run(config, facts)
+    used = ops_of_run(config, layers) | fp8_ops_of_run(config, facts) | micro_ops_of_run(config)
     choices: dict[str, KernelChoice] = {}
     for op in CATALOG:
         if op in used:
@@ -436,6 +441,16 @@ def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
         ops |= FP8_EXPERT_OPS
     if config.precision.storage == "fp8":
         ops |= FP8_STORAGE_OPS
+    return ops
+
+
+def micro_ops_of_run(config: Config) -> set[str]:
+    ops: set[str] = set()
+    for kind in product_formats(config):
+        format = RECIPE_SPECS[kind.recipe].format
+        ops |= MICRO_OPS.get(format, set())
+    if not config.precision.hadamard:
+        ops.discard("hadamard_blocks")
     return ops
 
 
@@ -712,7 +727,7 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
                 users[step["step"]] = None
     if op in OPTIMIZER_CHOICES:
         return ["optimizer"]
-    if op in FP8_OPS:
+    if op in FP8_OPS or op in EVERY_MICRO_OP:
         return ["products"]
     if op in FP8_EXPERT_OPS:
         return ["experts"]

@@ -4,6 +4,8 @@ forward is computed again."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -34,23 +36,37 @@ def splitmix64_hash(x: Tensor) -> Tensor:
     return x
 
 
-def random_bits(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
-    """64 bits for each row and column, (R, C) int64."""
+class RandomCounters(NamedTuple):
+    """Random numbers that a kernel may draw where it needs them: that of row r and column c is the hash of
+    `row_R`[r] + `column_C`[c]."""
+
+    row_R: Tensor
+    column_C: Tensor
+
+    def bits(self) -> Tensor:
+        """64 bits for each row and column, (R, C) int64."""
+        place_RC = self.row_R[:, None] + self.column_C
+        return splitmix64_hash(place_RC)
+
+    def numbers_of_32_bits(self) -> Tensor:
+        """(R, C) int64."""
+        return (self.bits() >> 32) & LOW_32
+
+
+def random_counters(number_R: Tensor, stream: int, column_C: Tensor) -> RandomCounters:
     hashed_R = splitmix64_hash(number_R)
     row_R = splitmix64_hash(hashed_R + stream + 1)
-    place_RC = row_R[:, None] + column_C
-    return splitmix64_hash(place_RC)
+    return RandomCounters(row_R, column_C)
 
 
 def uniform_noise(number_R: Tensor, columns: int, stream: int) -> Tensor:
     """(R, columns), fp32, uniform in [-1, 1)."""
     column_C = torch.arange(columns, device=number_R.device)
-    bits_RC = random_bits(number_R, stream, column_C)
+    bits_RC = random_counters(number_R, stream, column_C).bits()
     high_RC = bits_RC >> 40
     return high_RC.to(torch.float32) / (1 << 23)
 
 
 def random_32(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
     """Numbers of 32 bits as int64, (R, C)."""
-    bits_RC = random_bits(number_R, stream, column_C)
-    return (bits_RC >> 32) & LOW_32
+    return random_counters(number_R, stream, column_C).numbers_of_32_bits()

@@ -14,11 +14,15 @@ from torch.nn.functional import pad
 
 from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK, squares_in_use
 from moefold.config.run import PrecisionConfig
-from moefold.kernels.quantise.fp8 import Quantised, largest_magnitude
-from moefold.kernels.quantise.hadamard import random_hadamard
-from moefold.kernels.quantise.mxfp8 import ScaleRounding, dequantise_mxfp8, quantise_mxfp8, quantise_mxfp8_squares
-from moefold.kernels.quantise.nvfp4 import Nvfp4, encode_scale, quantise_nvfp4, quantise_nvfp4_squares, unscaled_nvfp4
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.quantise.hadamard_blocks import hadamard_blocks
+from moefold.kernels.quantise.line_maxima import line_maxima
+from moefold.kernels.quantise.mx_blocks import dequantise_mx, quantise_mx
+from moefold.kernels.quantise.mxfp8 import ScaleRounding
+from moefold.kernels.quantise.nv_blocks import dequantise_nv, quantise_nv
+from moefold.kernels.quantise.nvfp4 import encode_scale
 from moefold.kernels.quantise.row_blocks import largest_by_expert
+from moefold.layout.counter_random import RandomCounters
 
 
 class MicroMatrix(NamedTuple):
@@ -31,19 +35,12 @@ class MicroMatrix(NamedTuple):
 
 class MicroSource(NamedTuple):
     """Rows (R, D) or transposed blocks of rows (B, D, K) to be quantised. `expert`: of each row or block. `random`:
-    numbers of 32 bits for stochastic rounding, one for each value; None rounds to nearest."""
+    counters of stochastic rounding; None rounds to nearest."""
 
     values: Tensor
     expert: Tensor
     experts: int
-    random: Tensor | None
-
-    def largest_of_experts(self) -> Tensor:
-        """The largest magnitude of each expert, (E,)."""
-        every_dim = range(self.values.dim())
-        inner_dims = tuple(every_dim[1:])
-        amax = largest_magnitude(self.values, inner_dims)
-        return largest_by_expert(amax, self.expert, self.experts)
+    random: RandomCounters | None
 
 
 class MicroFormat(Protocol):
@@ -62,8 +59,8 @@ class MicroFormat(Protocol):
         """Blocks along the last dim, or squares. `encode`: (..., 1, 1)."""
         ...
 
-    def exact_values(self, matrix: MicroMatrix) -> Tensor:
-        """fp32; times 1 / `encode` they are about what was quantised."""
+    def exact_values(self, matrix: MicroMatrix, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+        """fp32 or bf16; times 1 / `encode` they are about what was quantised. `transposed`: they will be read so."""
         ...
 
 
@@ -71,34 +68,28 @@ class Mxfp8:
     block = MX_BLOCK
     rounds_stochastically = False
 
-    def __init__(self, options: PrecisionConfig):
+    def __init__(self, options: PrecisionConfig, kernels: BoundKernels):
+        self.quantise_blocks = kernels[quantise_mx]
+        self.dequantise = kernels[dequantise_mx]
         self.rounding: ScaleRounding = options.scale_rounding
         self.has_squares = squares_in_use("mxfp8", options.weight_blocks)
 
     def rows(self, source: MicroSource) -> MicroMatrix:
         padded = pad_width(source.values, self.block)
-        return self.quantise(padded)
+        return MicroMatrix(*self.quantise_blocks(padded, self.rounding))
 
     def columns(self, source: MicroSource) -> MicroMatrix:
-        return self.quantise(source.values)
+        return MicroMatrix(*self.quantise_blocks(source.values, self.rounding))
 
     def weight(self, w: Tensor) -> MicroMatrix:
         padded = pad_width(w, self.block)
-        if not self.has_squares:
-            return self.quantise(padded)
-        padded = pad_height(padded, self.block)
-        values, scales = quantise_mxfp8_squares(padded, self.rounding)
-        return MicroMatrix(values, scales)
+        if self.has_squares:
+            padded = pad_height(padded, self.block)
+        return MicroMatrix(*self.quantise_blocks(padded, self.rounding, self.has_squares))
 
-    def quantise(self, x: Tensor) -> MicroMatrix:
-        """Blocks along the last dim."""
-        values, scales = quantise_mxfp8(x, self.rounding)
-        return MicroMatrix(values, scales)
-
-    def exact_values(self, matrix: MicroMatrix) -> Tensor:
+    def exact_values(self, matrix: MicroMatrix, dtype: torch.dtype, transposed: bool = False) -> Tensor:
         values, scales, _ = matrix
-        quantised = Quantised(values, scales)
-        return dequantise_mxfp8(quantised)
+        return self.dequantise(values, scales, dtype, transposed)
 
 
 class Nvfp4Format:
@@ -107,28 +98,32 @@ class Nvfp4Format:
 
     block = NV_BLOCK
 
-    def __init__(self, options: PrecisionConfig):
+    def __init__(self, options: PrecisionConfig, kernels: BoundKernels):
+        self.quantise = kernels[quantise_nv]
+        self.dequantise = kernels[dequantise_nv]
+        self.transform = kernels[hadamard_blocks]
+        self.line_maxima = kernels[line_maxima]
         self.rounds_stochastically = options.stochastic
         self.transforms = options.hadamard
         self.has_squares = squares_in_use("nvfp4", options.weight_blocks)
 
     def rows(self, source: MicroSource) -> MicroMatrix:
-        amax_E = source.largest_of_experts()
+        amax_E = self.largest_of_experts(source)
         padded_amax_E = pad(amax_E, (0, 1))  # of rows without an expert: zero
         amax_R = padded_amax_E[source.expert]
         amax_R1 = amax_R[:, None]
         padded_RD = pad_width(source.values, self.block)
-        quantised = quantise_nvfp4(padded_RD, amax_R1, source.random)
+        quantised = self.quantise(padded_RD, amax_R1, source.random)
         return MicroMatrix(*quantised)
 
     def columns(self, source: MicroSource) -> MicroMatrix:
         if self.transforms:
-            transformed = random_hadamard(source.values)
+            transformed = self.transform(source.values)
             source = source._replace(values=transformed)
-        amax_E = source.largest_of_experts()
+        amax_E = self.largest_of_experts(source)
         amax_E11 = amax_E[:, None, None]
         amax_B11 = amax_E11[source.expert]
-        quantised = quantise_nvfp4(source.values, amax_B11, source.random)
+        quantised = self.quantise(source.values, amax_B11, source.random)
         packed, scales, _ = quantised
         encode_E11 = encode_scale(amax_E11)
         return MicroMatrix(packed, scales, encode_E11)
@@ -137,18 +132,36 @@ class Nvfp4Format:
         padded = pad_width(w, self.block)
         if self.has_squares:
             padded = pad_height(padded, self.block)
-            quantised = quantise_nvfp4_squares(padded)
-        else:
-            amax = largest_magnitude(w, (-2, -1))
-            amax_11 = amax[..., None, None]
-            quantised = quantise_nvfp4(padded, amax_11)
-        return MicroMatrix(*quantised)
+        amax_11 = self.largest_of_matrices(w)
+        return MicroMatrix(*self.quantise(padded, amax_11, None, self.has_squares))
 
-    def exact_values(self, matrix: MicroMatrix) -> Tensor:
-        values, scales, encode = matrix
-        assert encode is not None, "NVFP4 has an fp32 scale"
-        quantised = Nvfp4(values, scales, encode)
-        return unscaled_nvfp4(quantised)
+    def largest_of_experts(self, source: MicroSource) -> Tensor:
+        """The largest magnitude of each expert, (E,)."""
+        lines = source.values
+        if lines.dim() > 2:
+            lines = without_gaps(lines).flatten(1)
+        amax = self.line_maxima(lines)
+        return largest_by_expert(amax, source.expert, source.experts)
+
+    def largest_of_matrices(self, w: Tensor) -> Tensor:
+        """(..., 1, 1)."""
+        matrices = without_gaps(w)
+        flat = matrices.flatten(0, -2)
+        amax = self.line_maxima(flat)
+        of_lines = amax.view(*matrices.shape[:-1], 1)
+        return of_lines.amax(-2, keepdim=True)
+
+    def exact_values(self, matrix: MicroMatrix, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+        packed, scales, _ = matrix
+        return self.dequantise(packed, scales, dtype, transposed)
+
+
+def without_gaps(x: Tensor) -> Tensor:
+    """Matrices as they lie in memory, transposed or not, or a copy of them."""
+    transposed = x.mT
+    if transposed.is_contiguous():
+        return transposed
+    return x.contiguous()
 
 
 def pad_width(x: Tensor, block: int) -> Tensor:

@@ -23,7 +23,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Products, ends_of_rows
 from moefold.kernels.quantise.row_blocks import RowBlocks, blocks_to_rows, expert_of_rows, row_blocks, rows_to_blocks
-from moefold.layout.counter_random import random_32
+from moefold.layout.counter_random import RandomCounters, random_counters
 from moefold.layout.weight_copies import cached_copy
 from moefold.precision.linear import PlacedWeight, RecipeTensors
 from moefold.precision.micro_formats import MICRO_FORMATS, MicroFormat, MicroMatrix, MicroSource, decode_factor
@@ -59,8 +59,8 @@ class MicroWeight(NamedTuple):
 class RowDraws(NamedTuple):
     """Random numbers of the two copies of a gradient; None: rounding to nearest."""
 
-    rows: Tensor | None = None
-    columns: Tensor | None = None
+    rows: RandomCounters | None = None
+    columns: RandomCounters | None = None
 
 
 class MicroscalingRecipe:
@@ -76,7 +76,7 @@ class MicroscalingRecipe:
         self.row_multiple = spec.row_multiple
         self.options = options
         make_format = MICRO_FORMATS[spec.format]
-        self.format: MicroFormat = make_format(options)
+        self.format: MicroFormat = make_format(options, kernels)
         self.rounds_by_token = self.format.rounds_stochastically
         seed_and_name = f"{options.rounding_seed} {name}"
         hashed = crc32(seed_and_name.encode())
@@ -134,7 +134,7 @@ class MicroscalingRecipe:
         """By row and output; by the block's first row, output and place in the block."""
         device = number_R.device
         column_N = self.numbers.column_N.to(device)
-        rows_RN = random_32(number_R, self.stream, column_N)
+        rows = random_counters(number_R, self.stream, column_N)
         # Blocks of K rows
         height = self.format.block
         first_B = first_of_blocks(number_R, blocks, height)
@@ -143,9 +143,8 @@ class MicroscalingRecipe:
         column_NK = column_N1 * height + place_K
         values = column_NK.flatten()
         stream = self.stream + 1
-        columns = random_32(first_B, stream, values)
-        columns_BNK = columns.unflatten(1, column_NK.shape)
-        return RowDraws(rows_RN, columns_BNK)
+        columns = random_counters(first_B, stream, values)
+        return RowDraws(rows, columns)
 
 
 def first_of_blocks(number_R: Tensor, blocks: RowBlocks, height: int) -> Tensor:
@@ -245,14 +244,12 @@ class MicroProducts:
 
     def padded_rows(self, operand: MicroOperand) -> Tensor:
         """Rows of the column copy."""
-        values_BDK = self.values(operand.columns)
+        values_BDK = self.values(operand.columns, transposed=True)
         return blocks_to_rows(values_BDK)
 
-    def values(self, matrix: MicroMatrix) -> Tensor:
-        values = self.format.exact_values(matrix)
-        if values.is_cuda:
-            return values.bfloat16()
-        return values
+    def values(self, matrix: MicroMatrix, transposed: bool = False) -> Tensor:
+        dtype = torch.bfloat16 if matrix.values.is_cuda else torch.float32
+        return self.format.exact_values(matrix, dtype, transposed)
 
 
 def factor_of_experts(factor: Tensor, expert_R: Tensor) -> Tensor:

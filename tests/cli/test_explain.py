@@ -9,7 +9,14 @@ import pytest
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
-from moefold.cli.explain import FP8_EXPERT_OPS, FP8_OPS, FP8_STORAGE_OPS, describe_regions
+from moefold.cli.explain import (
+    EVERY_MICRO_OP,
+    FP8_EXPERT_OPS,
+    FP8_OPS,
+    FP8_STORAGE_OPS,
+    MICRO_OPS,
+    describe_regions,
+)
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, pick_implementation
@@ -225,7 +232,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
-RARE |= {"token_losses"}
+RARE |= {"token_losses"} | EVERY_MICRO_OP
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
@@ -236,7 +243,11 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     its_own, lacking = {"clamped_swiglu", "expert_bias"}, {"swiglu", "norm_rope", "rmsnorm"}
     assert set(gpt_oss["kernels"]) == USED - lacking | its_own
     assert set(explained("tiny", "--pipeline.pair", "true")["kernels"]) == USED
-    assert set(explained("tiny", "--precision.recipe", "nvfp4")["kernels"]) == USED
+    assert set(explained("tiny", "--precision.recipe", "mxfp8")["kernels"]) == USED | MICRO_OPS["mxfp8"]
+    nvfp4 = ["--precision.recipe", "nvfp4"]
+    assert set(explained("tiny", *nvfp4)["kernels"]) == USED | MICRO_OPS["nvfp4"]
+    untransformed = USED | MICRO_OPS["nvfp4"] - {"hadamard_blocks"}
+    assert set(explained("tiny", *nvfp4, "--precision.hadamard", "false")["kernels"]) == untransformed
     clipped = ["--optim.rule", "muon", "--optim.qk_clip", "100", "--model.attention.qk_norm", "none"]
     assert set(explained("tiny", *clipped)["kernels"]) == (USED | MUON) - {"norm_rope", "rmsnorm"}
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")

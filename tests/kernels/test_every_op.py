@@ -20,13 +20,14 @@ import torch
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.norm.rmsnorm import rmsnorm
 from moefold.kernels.quantise.fp8 import Quantised
+from moefold.kernels.quantise.hadamard import SIGNS
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.kernels.registry import KernelCase, KernelOp, float_tensors, import_every_op, map_tensors
 from moefold.kernels.routing.router_ops import router_topk
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.layout.dtypes import DTYPES
 from moefold.layout.labels import IGNORE_INDEX
-from tests.support.fp8_numbers import bytes_of_block, nearest_byte, rounded_to_fp32, scale_of_block
+from tests.support.fp8_numbers import bytes_of_block, nearest_byte, rounded_to_fp32, scale_of_block, value_of_byte
 
 # Largest |a - b| / |b| against fp64. bf16 keeps 8 bits (4e-3); logits and scores made from rounded products lose a few
 # times that.
@@ -1022,6 +1023,149 @@ def plain_swiglu_gradients(da, h, weight, tiles):
         a.append([s * u * factor for s, u in zip(silu, up, strict=True)])
         dots.append([dot(row, [s * u for s, u in zip(silu, up, strict=True)])])
     return dh, a, plain_rows_of_tiles(dots, tiles)
+
+
+def plain_line_maxima(x):
+    return [max(abs(rounded_to_fp32(value)) for value in row) for row in x]
+
+
+def scales_of_blocks(matrix, size, squares, scale_of):
+    """By block, from the values of the block."""
+    height = size if squares else 1
+    return [
+        [
+            scale_of([rounded_to_fp32(value) for row in matrix[i : i + height] for value in row[j : j + size]])
+            for j in range(0, len(matrix[0]), size)
+        ]
+        for i in range(0, len(matrix), height)
+    ]
+
+
+def spread_scales(scales, matrix, size):
+    """The scale of every value."""
+    height = len(matrix) // len(scales)
+    return [[scales[i // height][j // size] for j in range(len(row))] for i, row in enumerate(matrix)]
+
+
+def is_matrix(x):
+    return not isinstance(x[0][0], list)
+
+
+def exponent_byte(values, rounding):
+    """E8M0 of a block."""
+    amax = max(map(abs, values))
+    if rounding == "down":
+        return math.frexp(amax)[1] - 1 - 8 + 127
+    fraction, exponent = math.frexp(rounded_to_fp32(amax * rounded_to_fp32(1 / 448)))
+    return exponent + 127 - (fraction == 0.5)
+
+
+def plain_quantise_mx(x, rounding="up", squares=False):
+    if not is_matrix(x):
+        return transposed(plain_quantise_mx(matrix, rounding, squares) for matrix in x)
+    scales = scales_of_blocks(x, 32, squares, partial(exponent_byte, rounding=rounding))
+    lines = zip(x, spread_scales(scales, x, 32), strict=True)
+    values = [
+        [nearest_byte(rounded_to_fp32(v) * 2.0 ** (127 - s), "e4m3") for v, s in zip(*line, strict=True)]
+        for line in lines
+    ]
+    return [values, scales]
+
+
+def plain_dequantise_mx(values, scales, dtype, transposed=False):
+    if not is_matrix(values):
+        return [plain_dequantise_mx(*both, dtype) for both in zip(values, scales, strict=True)]
+    lines = zip(values, spread_scales(scales, values, 32), strict=True)
+    return [[value * 2.0 ** (scale - 127) for value, scale in zip(*line, strict=True)] for line in lines]
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def e2m1_code(x, chance):
+    """The nearest code, or the one that a number in [0, 1) chooses of the two around x."""
+    size = min(abs(x), 6.0)
+    below = max(code for code in range(8) if E2M1[code] <= size)
+    above = min(below + 1, 7)
+    if chance is None:
+        code = min((below, above), key=lambda code: (abs(E2M1[code] - size), code % 2))
+    else:
+        part = (size - E2M1[below]) / (E2M1[above] - E2M1[below] or 1)
+        code = above if chance < part else below
+    return code + 8 * (math.copysign(1, x) < 0)
+
+
+def hashed_64(x):
+    """splitmix64's finaliser."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def nvfp4_matrix(x, amax, chances, squares):
+    """Packed codes and bytes of scales; `amax` of each line."""
+    encode = [rounded_to_fp32(2688 / rounded_to_fp32(value)) for value in amax]
+    sixth = rounded_to_fp32(1 / 6)
+
+    def scale_byte(values, encode):
+        return nearest_byte(rounded_to_fp32(max(map(abs, values)) * rounded_to_fp32(encode * sixth)), "e4m3")
+
+    if squares:
+        scales = scales_of_blocks(x, 16, True, partial(scale_byte, encode=encode[0]))
+    else:
+        by_line = [partial(scale_byte, encode=of_line) for of_line in encode]
+        scales = [scales_of_blocks([row], 16, False, scale)[0] for row, scale in zip(x, by_line, strict=True)]
+    packed = []
+    for line, (row, of_values) in enumerate(zip(x, spread_scales(scales, x, 16), strict=True)):
+        decode = rounded_to_fp32(1 / encode[line])
+        codes = []
+        for place, (value, byte) in enumerate(zip(row, of_values, strict=True)):
+            factor = rounded_to_fp32(1 / rounded_to_fp32(value_of_byte(byte, "e4m3") * decode))
+            scaled = rounded_to_fp32(rounded_to_fp32(value) * factor)
+            codes.append(e2m1_code(scaled, None if chances is None else chances(line, place)))
+        packed.append([low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)])
+    return packed, scales, encode
+
+
+def plain_quantise_nv(x, amax, random=None, squares=False):
+    def chance(row, column):
+        counter = (random.row_R[row].item() + random.column_C[column].item()) % 2**64
+        return (hashed_64(counter) >> 40) / 2**24
+
+    if is_matrix(x):
+        packed, scales, encode = nvfp4_matrix(x, [row[0] for row in amax], random and chance, squares)
+        return [packed, scales, encode]
+    found = []
+    for number, (matrix, ((of_matrix,),)) in enumerate(zip(x, amax, strict=True)):
+        width = len(matrix[0])
+        flat = random and (lambda line, place, a=number, width=width: chance(a, line * width + place))
+        packed, scales, encode = nvfp4_matrix(matrix, [of_matrix] * len(matrix), flat, squares)
+        found.append([packed, scales, encode[0]])
+    return transposed(found)
+
+
+def plain_dequantise_nv(packed, scales, dtype, transposed=False):
+    if not is_matrix(packed):
+        return [plain_dequantise_nv(*both, dtype) for both in zip(packed, scales, strict=True)]
+    values = [*E2M1, *(-value for value in E2M1)]
+    lines = [[values[code] for byte in row for code in (byte & 15, byte >> 4)] for row in packed]
+    spread = spread_scales(scales, lines, 16)
+    return [[a * b for a, b in zip(*both, strict=True)] for both in zip(lines, spread, strict=True)]
+
+
+def plain_hadamard_blocks(x):
+    if not is_matrix(x):
+        return [plain_hadamard_blocks(matrix) for matrix in x]
+    return [[y for j in range(0, len(row), 16) for y in plain_transform(row[j : j + 16])] for row in x]
+
+
+def plain_transform(block):
+    """Sylvester's matrix by parities, with sums in fp32 by halves."""
+    y = [rounded_to_fp32(value) * sign for value, sign in zip(block, SIGNS, strict=True)]
+    for half in (1, 2, 4, 8):
+        pairs = [(y[i ^ half], -y[i]) if i & half else (y[i], y[i ^ half]) for i in range(16)]
+        y = [rounded_to_fp32(a + b) for a, b in pairs]
+    return [value / 4 for value in y]
 
 
 PLAIN = {name.removeprefix("plain_"): value for name, value in list(globals().items()) if name.startswith("plain_")}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.cli.explain import EVERY_MICRO_OP
 from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
@@ -17,12 +18,14 @@ from moefold.kernels.linear.product import PLAIN, ExpertRows, Recipe
 from moefold.kernels.quantise.hadamard import random_hadamard
 from moefold.kernels.quantise.mxfp8 import dequantise_mxfp8, quantise_mxfp8
 from moefold.kernels.quantise.nvfp4 import dequantise_nvfp4, quantise_nvfp4, quantise_nvfp4_squares
+from moefold.kernels.registry import KernelOp
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import Declaration
 from moefold.layout.placement import REPLICATED
 from moefold.layout.token_numbers import computing_tokens
 from moefold.precision.linear import PlacedWeight
 from moefold.precision.microscaling import MicroscalingRecipe
+from tests.support.fp8_interpreter import convert_by_torch
 
 KERNELS = BoundKernels(Facts("cpu", "fp32"))
 WORLD = single_rank_world("cpu")
@@ -30,9 +33,16 @@ WORLD = single_rank_world("cpu")
 BOUND = {"mxfp8": 0.04, "nvfp4": 0.2}
 
 
-def recipe_of(name: str, *shape: int, stacked: bool = False, **options: Any) -> MicroscalingRecipe:
+def recipe_of(
+    name: str, *shape: int, stacked: bool = False, kernels: BoundKernels = KERNELS, **options: Any
+) -> MicroscalingRecipe:
     weight = PlacedWeight(Declaration(shape, REPLICATED, 1.0, stacked), WORLD)
-    return MicroscalingRecipe(RECIPE_SPECS[name], replace(PrecisionConfig(), **options), KERNELS, "layer", weight)
+    return MicroscalingRecipe(RECIPE_SPECS[name], replace(PrecisionConfig(), **options), kernels, "layer", weight)
+
+
+class MicroKernelsInTriton(BoundKernels):
+    def implementation_name(self, op: KernelOp[..., Any]) -> str:
+        return "triton" if op.name in EVERY_MICRO_OP else super().implementation_name(op)
 
 
 def numbers(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -104,6 +114,18 @@ def test_an_expert_has_scales_of_its_own(name: str):
     alone = recipe_of(name, 1, 96, 64, stacked=True, stochastic=name == "mxfp8")
     first = grouped_linear(x[:40], weight[:1].clone(), torch.tensor([40], dtype=torch.int32), alone)
     assert torch.equal(both[:40], first)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of this test are on the CPU")
+@pytest.mark.parametrize("name", BOUND)
+def test_kernels_in_triton_change_no_bit_of_a_layer(name: str, monkeypatch: pytest.MonkeyPatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+    triton = MicroKernelsInTriton(Facts("cpu", "fp32"))
+    mine = recipe_of(name, 2, 96, 64, stacked=True, kernels=triton)
+    right = recipe_of(name, 2, 96, 64, stacked=True)
+    for a, b in zip(grouped_results(mine, [5, 3], 2), grouped_results(right, [5, 3], 2), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_mxfp8_products_are_those_of_dequantised_operands():
@@ -198,7 +220,7 @@ def test_stochastic_gradients_are_right_in_the_mean():
     for draw in range(draws):
         operand = recipe.gradient(dy, ExpertRows(ends), torch.arange(16) + 16 * draw)
         assert operand.rows is not None
-        values = recipe.format.exact_values(operand.rows)
+        values = recipe.format.exact_values(operand.rows, torch.float32)
         assert operand.rows.encode is not None
         total += values / operand.rows.encode
     assert error(total / draws, dy) < 0.015

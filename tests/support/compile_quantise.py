@@ -19,8 +19,13 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK
 from moefold.kernels.quantise import (
     gather_tiles_triton,
+    hadamard_triton,
+    line_maxima_triton,
+    mx_blocks_triton,
+    nv_blocks_triton,
     quantise_tiles_triton,
     quantise_weight_hopper,
     quantise_weight_launch,
@@ -101,6 +106,31 @@ def row_kernels() -> Iterator[tuple[str, str]]:
     yield "row tiles", compile_for_hopper(rows_triton.row_tiles_kernel, types, constants, {"num_warps": 4})
 
 
+MICRO_TYPES = {"source": "*bf16", "out": "*bf16", "encodes": FP32, "rows": "*i64", "columns": "*i64", "packed": "*u8"}
+TILE = {"TILE_M": 32, "TILE_N": 128, "stride_n": 1}
+
+
+def micro_kernels() -> Iterator[tuple[str, str]]:
+    mx, nv = mx_blocks_triton, nv_blocks_triton
+    options = {"num_warps": 4}
+    for height in (1, MX_BLOCK):
+        types = MICRO_TYPES | {"values": FP8, "scales": "*u8"}
+        constants = TILE | {"HEIGHT": height, "BLOCK": MX_BLOCK, "UP": True}
+        yield f"micro MXFP8, {height} lines", compile_for_hopper(mx.quantise_mx_kernel, types, constants, options)
+    yield "micro MXFP8, back", compile_for_hopper(mx.dequantise_mx_kernel, types, constants, options)
+    types = MICRO_TYPES | {"scales": FP8}
+    for height, random in ((1, "lines"), (1, "matrices"), (NV_BLOCK, None)):
+        constants = TILE | {"HEIGHT": height, "BLOCK": NV_BLOCK, "RANDOM": random}
+        constants |= {} if random else {"rows": None, "columns": None}
+        about = f"micro NVFP4, {height} lines, random {random}"
+        yield about, compile_for_hopper(nv.quantise_nv_kernel, types, constants, options)
+    yield "micro NVFP4, back", compile_for_hopper(nv.dequantise_nv_kernel, types, constants, options)
+    constants = TILE | {"HEIGHT": 1, "BLOCK": NV_BLOCK}
+    yield "micro Hadamard", compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, constants, options)
+    types = {"x_LN": "*bf16", "maxima_L": FP32}
+    yield "micro maxima", compile_for_hopper(line_maxima_triton.line_maxima_kernel, types, {"SPAN": 4096}, options)
+
+
 CAST = re.compile(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)")
 STORED_WHOLE = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
 SPLIT = re.compile(r"shr\.[su]16\s+%rs\d+, (%rs\d+), 8")
@@ -113,7 +143,7 @@ def casts_stored_and_split(ptx: str) -> int:
 
 
 def main() -> None:
-    for kernels in (tile_kernels(), weight_kernels(), row_kernels()):
+    for kernels in (tile_kernels(), weight_kernels(), row_kernels(), micro_kernels()):
         for name, ptx in kernels:
             casts = len(CAST.findall(ptx))
             torn = casts_stored_and_split(ptx)

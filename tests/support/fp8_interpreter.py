@@ -1,7 +1,8 @@
 """Conversions of Triton's interpreter by torch, where its own are wrong.
 
 Triton 3.7's interpreter rounds ties to FP8 away from zero, drops the carry into the exponent (31.5 becomes 16) and cuts
-off subnormal results; and it misreads subnormal bf16. GPUs round to nearest, ties to even, as torch does.
+off subnormal results; it cuts off the digits that bf16 lacks, and misreads subnormal bf16. GPUs round to nearest, ties
+to even, as torch does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TORCH = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
-MENDED = (tl.float8e4nv, tl.float8e5)
+MENDED = (tl.float8e4nv, tl.float8e5, tl.bfloat16)
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 convert_as_shipped = interpreter._convert_float

@@ -84,13 +84,14 @@ def quantise_nvfp4(x: Tensor, amax: Tensor, random: Tensor | None = None) -> Nvf
     return Nvfp4(packed, scales, encode)
 
 
-def quantise_nvfp4_squares(w: Tensor) -> Nvfp4:
-    """Blocks of 16 x 16 in the last two dims, and an encoding scale for each matrix."""
+def quantise_nvfp4_squares(w: Tensor, amax: Tensor | None = None) -> Nvfp4:
+    """Blocks of 16 x 16 in the last two dims, and an encoding scale for each matrix. `amax`: of each matrix, if it is
+    known, (..., 1, 1)."""
     wide = w.float()
     blocks = in_squares(wide, NV_BLOCK)
     of_blocks = largest_magnitude(blocks, SQUARE)
-    of_matrix = of_blocks.amax((-2, -1), keepdim=True)
-    encode = encode_scale(of_matrix)
+    of_matrix = of_blocks.amax((-2, -1), keepdim=True) if amax is None else amax
+    encode = encode_scale(of_matrix.float())
     scales = block_scale(of_blocks, encode)
     factors = block_factor(scales, encode)
     of_squares = factors[..., :, None, :, None]

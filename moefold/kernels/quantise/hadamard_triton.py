@@ -1,0 +1,80 @@
+"""The random Hadamard transform in Triton (rule: hadamard.py): the same sums and differences in the same order, so that
+results are the same bits. Imported only where Triton is."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.quantise import hadamard
+from moefold.kernels.quantise.block_tiles_triton import (
+    as_matrices,
+    flat_tile,
+    inside_tile,
+    matrix_and_lines,
+    plan_tiles,
+    strided_tile,
+)
+from moefold.kernels.tile_triton import load_as_fp32, program_block
+
+SIZE = constexpr(hadamard.HADAMARD_SIZE)
+NEGATIVE = constexpr(sum(1 << place for place, sign in enumerate(hadamard.SIGNS) if sign < 0))
+FACTOR = constexpr(hadamard.HADAMARD_SIZE**-0.5)
+
+
+@triton.jit
+def sums_and_differences(y, LINES: constexpr, HALF: constexpr):
+    """Of the two halves of each 2 * HALF values of lines of 16."""
+    pairs: constexpr = (LINES, SIZE // (2 * HALF), 2, HALF)
+    halves = tl.permute(tl.reshape(y, pairs), (0, 1, 3, 2))
+    first, second = tl.split(halves)
+    mixed = tl.join(first + second, first - second)
+    lines: constexpr = (LINES, SIZE)
+    return tl.reshape(tl.permute(mixed, (0, 1, 3, 2)), lines)
+
+
+@triton.jit
+def hadamard_kernel(
+    source,
+    out,
+    M,
+    N,
+    stride_a,
+    stride_m,
+    stride_n,
+    HEIGHT: constexpr,
+    BLOCK: constexpr,
+    TILE_M: constexpr,
+    TILE_N: constexpr,
+):
+    a, m = matrix_and_lines(M, TILE_M)
+    n = program_block(1, TILE_N)
+    inside = inside_tile(m, n, M, N)
+    at = strided_tile(source, a, m, n, stride_a, stride_m, stride_n)
+    x = load_as_fp32(at, inside)
+    LINES: constexpr = TILE_M * TILE_N // SIZE
+    lines: constexpr = (LINES, SIZE)
+    y = tl.reshape(x, lines)
+    is_negative = (NEGATIVE >> tl.arange(0, SIZE)) & 1
+    sign = tl.where(is_negative == 1, -1.0, 1.0)
+    y = y * sign[None, :]
+    y = sums_and_differences(y, LINES, 1)
+    y = sums_and_differences(y, LINES, 2)
+    y = sums_and_differences(y, LINES, 4)
+    y = sums_and_differences(y, LINES, 8)
+    shape: constexpr = (TILE_M, TILE_N)
+    scaled = tl.reshape(y * FACTOR, shape)
+    rounded = scaled.to(out.dtype.element_ty)
+    tl.store(flat_tile(out, a, m, n, M, N), rounded, mask=inside)
+
+
+def launch_hadamard(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    if x.numel():
+        matrices = as_matrices(x)
+        plan = plan_tiles(matrices, hadamard.HADAMARD_SIZE, 1)
+        launch = hadamard_kernel[plan.grid]
+        launch(x, out, matrices.lines, matrices.width, *matrices.strides, **plan.constants)
+    return out
