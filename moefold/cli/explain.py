@@ -61,6 +61,7 @@ from moefold.presets.recipe import resolve_recipe
 from moefold.printable import human_readable
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
+STASH_OPS = {"push_rows", "pop_rows"}
 MUON_OPS = {"muon_momentum", "newton_schulz", "muon_weights"}
 RING_OPS = {
     "attention_block",
@@ -160,6 +161,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "regions": describe_regions(model, kernels),
         "recompute": describe_recompute(config, ranks),
         "experts_on_host": describe_host_experts(config, ranks),
+        "stash": describe_stash(config, ranks),
         "graphs": describe_graphs(config, ranks, facts, kernels),
         "optimizer": optimizer_description(config),
         "shard": describe_sharding(config, ranks),
@@ -276,6 +278,19 @@ def host_experts_line(experts: Description) -> str:
         f"experts of layers {experts['layers']} on the host: {held}, {here}; a layer's are fetched while the one "
         "before it computes, in forward and again in backward"
     )
+
+
+def describe_stash(config: Config, ranks: int) -> Description | None:
+    """The pool of experts' rows, and what the planner expects in it, except with attention of another package; None
+    where rows lie in tensors of their own."""
+    memory = config.memory
+    if memory.stash == "none":
+        return None
+    stash: Description = {"order": memory.stash, "pool_bytes": memory.stash_gib * GIB, "planned_bytes": None}
+    if config.model.attention.kind in ATTENTION_NAMES.builtin:
+        stashed = [rank.stashed for rank in plan_memory(config, ranks, choices_of_run(config))]
+        stash["planned_bytes"] = max(stashed)
+    return stash
 
 
 def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[str, KernelChoice]) -> Description:
@@ -460,6 +475,8 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
         ops |= MUON_OPS
     if config.optim.qk_clip:
         ops.add("largest_logit")
+    if config.memory.stash != "none":
+        ops |= STASH_OPS
     for layer in layers:
         for step in layer.steps:
             ops.update(step.ops)
@@ -528,6 +545,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(escape(host_experts_line(explanation["experts_on_host"])))
     if explanation["memory"]:
         print_memory(explanation["memory"], console)
+    if explanation["stash"]:
+        print_stash(explanation["stash"], console)
     if explanation["facts"]["device"] == "cuda":
         print_graphs(explanation["graphs"], console)
     console.print(step_table(explanation["layers"]))
@@ -578,6 +597,19 @@ def print_sharding(shard: Description, console: Console) -> None:
 def print_memory(memory: Description, console: Console) -> None:
     parts = f" ({memory['parts']})" if memory["parts"] else ""
     console.print(f"memory of the fullest rank, as planned: {memory['bytes'] / GIB:,.2f} GiB{parts}")
+
+
+def print_stash(stash: Description, console: Console) -> None:
+    pool = stash["pool_bytes"]
+    planned = stash["planned_bytes"]
+    text = f"stash of experts' rows: {stash['order']}, a pool of {pool / MIB:,.1f} MiB"
+    if planned is not None:
+        text += f", of which the planner expects {planned / MIB:,.1f} in use"
+    if planned is not None and planned > pool:
+        text += "; too little: steps would be run twice; set memory.stash_gib higher"
+    else:
+        text += "; a step whose rows do not fit is run again without it"
+    console.print(escape(text))
 
 
 def print_graphs(graphs: Description, console: Console) -> None:
@@ -729,7 +761,7 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
         return ["optimizer"]
     if op in FP8_OPS or op in EVERY_MICRO_OP:
         return ["products"]
-    if op in FP8_EXPERT_OPS:
+    if op in FP8_EXPERT_OPS | STASH_OPS:
         return ["experts"]
     if op in FP8_STORAGE_OPS:
         return ["weights"]

@@ -34,6 +34,7 @@ from moefold.config.rule import (
 )
 from moefold.config.run import Config, ParallelConfig
 from moefold.config.shard_rules import SHARD_RULES
+from moefold.config.stash_rules import STASH_RULES
 from moefold.schedule import stage_layout
 from moefold.schedule.schedule_catalog import SCHEDULES
 from moefold.schedule.schedule_error import ScheduleError
@@ -769,6 +770,7 @@ RULES: list[ConfigRule] = [
     *BATCH_RULES,
     *PRECISION_RULES,
     *MEMORY_RULES,
+    *STASH_RULES,
     *SHARD_RULES,
     *CLONE_RULES,
     *CONTEXT_RULES,

@@ -496,6 +496,12 @@ class MemoryConfig:
         at_least=0,
     )
     offload_least: int = key(1_048_576, "bytes of the smallest tensor that is offloaded", at_least=1)
+    stash: Literal["none", "stack", "pages"] = key(
+        "none",
+        "what experts save for backward lies in one pool, as many rows as there are; stack: freed in the reverse "
+        "order; pages: in any order, for pipelines; none: in tensors of their own",
+    )
+    stash_gib: float = key(8.0, "size of the pool of stashed rows, in GiB of device memory", above=0)
     graphs: Literal["none", "whole"] = key(
         "none", "whole: the step is one CUDA graph, captured once and replayed; none: every kernel is launched anew"
     )

@@ -14,6 +14,7 @@ from moefold.memory.expert_chunks import attach_expert_chunks
 from moefold.memory.offload import Offloader, attach_offloader
 from moefold.memory.policy import RegionPolicies, attach_policies, refuse_absent_regions, regions_fused_away
 from moefold.memory.recompute import Promises, Rebuild
+from moefold.memory.stash import attach_row_stash
 from moefold.model.transformer import Transformer
 
 NamedLayers = Mapping[str, frozenset[int] | None]  # by region; None: all layers
@@ -25,9 +26,20 @@ PROMISED_OUTPUTS = ("norm", "activation", "up", "core", *SENDING_REGIONS)
 def attach_configured_policies(model: Transformer, config: Config) -> None:
     """Attach the policies that `memory` names."""
     attach_recompute(model, config)
+    attach_stash(model, config)
     attach_offload(model, config)
     if config.memory.expert_chunk:
         attach_expert_chunks(model, config.memory.expert_chunk)
+
+
+def attach_stash(model: Transformer, config: Config) -> None:
+    memory = config.memory
+    if memory.stash == "none":
+        return
+    first_parameter = next(model.parameters())
+    nbytes = int(memory.stash_gib * 2**30)
+    returns = memory.stash == "pages"
+    attach_row_stash(model, nbytes, returns, first_parameter.device)
 
 
 def attach_offload(model: Transformer, config: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ from moefold.shard.weight_checksums import WeightChecksums
 from moefold.train.reference import FrozenWeights, Reference
 from moefold.train.routing_replay import open_replay
 from moefold.train.share_out import share_out_model
+from moefold.train.stash_guard import NoStash, StepGuard, make_stash_guard
 
 
 def unobserved_phase(name: str) -> AbstractContextManager[object]:
@@ -106,6 +107,7 @@ class Run:
     graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
     spikes: SpikeJudge | None = None  # None: spikes are not looked for
     reference: Reference | None = None  # that the objective compares with; None: with nothing
+    stash: StepGuard = field(default_factory=NoStash)
     checksums: WeightChecksums | None = None  # of weights, to compare replicas; None: they are not compared
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
@@ -152,6 +154,7 @@ def assemble_run(
     spikes = make_spike_judge(config, world)
     if spikes is not None:
         further_state["spikes"] = spikes
+    judges = [further_state[name] for name in ("clipping", "spikes") if name in further_state]
     spans = SpanRecorder(world.rank)
     frozen = make_frozen_copy(config, world, kernels, weights)
     if frozen is not None:
@@ -186,6 +189,7 @@ def assemble_run(
         graph=make_step_graph(config.memory.graphs, world.device),
         spikes=spikes,
         reference=make_reference(config, reading),
+        stash=make_stash_guard(model, loss_scale, judges, world),
         checksums=WeightChecksums(shared.buckets, world.device) if config.observe.compare_every else None,
     )
 

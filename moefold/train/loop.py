@@ -327,6 +327,9 @@ class RunRecorder:
             values = {"skipped": 1}
         if report.is_spike:
             values |= self.spike_values(report)
+        if report.is_repeated:
+            self.report_repeated(report)
+            values["stash_repeated"] = 1
         if self.run.config.train.precision == "fp16":
             values["loss_scale"] = report.loss_scale
         values["lr"] = report.lr
@@ -338,6 +341,12 @@ class RunRecorder:
         if report.waste is not None:
             values["waste"] = round(report.waste, 4)
         return values | balance
+
+    def report_repeated(self, report: StepReport) -> None:
+        pool = self.run.config.memory.stash_gib
+        what = f"rows of experts found no room in the stash of {pool:g} GiB"
+        fix = "a larger memory.stash_gib avoids it"
+        self.progress.print_message(f"step {report.number}: {what}; the step was run again without it; {fix}")
 
     def spike_values(self, report: StepReport) -> dict[str, Any]:
         """Report a spike with the place of its batch."""

@@ -70,6 +70,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "regions",
         "recompute",
         "experts_on_host",
+        "stash",
         "graphs",
         "optimizer",
         "memory",
@@ -485,6 +486,18 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
     assert run_command_line(["explain", "tiny", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "CUDA graphs: none; in the way of memory.graphs whole: memory.graphs = whole: parallel.ep = 2" in shown
+
+
+def test_it_says_how_much_of_a_stash_is_expected_in_use(explained: Any, capsys: pytest.CaptureFixture[str]):
+    assert explained("tiny")["stash"] is None
+    found = explained("tiny", "--memory.stash", "stack", "--memory.stash_gib", "0.25")
+    assert found["stash"]["pool_bytes"] == 2**28
+    assert 0 < found["stash"]["planned_bytes"] < 2**28
+    assert found["kernels"]["push_rows"]["implementation"] == "reference"
+    assert run_command_line(["explain", "tiny", "--memory.stash", "pages", "--memory.stash_gib", "0.001"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "stash of experts' rows: pages, a pool of 1.0 MiB" in shown
+    assert "too little" in shown
 
 
 def test_a_run_with_adapters_tells_what_is_trained_and_which_kernel_its_experts_have(explained: Any):

@@ -91,6 +91,7 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         "0",
         *corpus(tmp_path),
     ]
+    adapted += ["--memory.stash", "stack", "--memory.stash_gib", "0.01"]
     variants.append(adapted)
     pairs = tmp_path / "preferences.jsonl"
     pairs.write_text('{"prompt": "ab", "chosen": "cd", "rejected": "e"}\n' * 200)

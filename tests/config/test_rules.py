@@ -230,6 +230,29 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.recompute=moe@1 --pipeline.pair=true --parallel.tp=2", 2, "pipeline.pair = true"),
         ("--memory.recompute=layer@1-2 --pipeline.pair=true --parallel.cp=2", 2, "parallel.cp = 2"),
     ],
+    "a stack is of one microbatch at a time": [
+        ("--memory.stash=stack --parallel.pp=2", 2, "parallel.pp = 2"),
+        ("--memory.stash=stack --pipeline.pair=true", 1, "pipeline.pair = true"),
+    ],
+    "a stash has plain rows": [
+        ("--memory.stash=pages --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block")
+    ],
+    "a stashed step updates at its end": [
+        ("--memory.stash=stack --optim.when=backward --optim.clip_by=unit", 1, "optim.when = backward"),
+        ("--memory.stash=stack --train.precision=fp16", 1, "train.precision = fp16"),
+    ],
+    "stashed experts have one set of rows": [
+        ("--memory.stash=stack --memory.expert_chunk=128", 1, "memory.expert_chunk = 128"),
+        (f"{CLONES} --memory.stash=pages", 2, "parallel.clone_slots = 2"),
+    ],
+    "stashed rows stay on the device": [
+        ("--memory.stash=stack --memory.offload=experts@0", 1, "memory.offload = experts@0"),
+        ("--memory.stash=stack --memory.offload=layer --memory.recompute=moe@0", 1, "memory.offload = layer"),
+    ],
+    "a stash has rows to keep": [
+        ("--memory.stash=stack --memory.recompute=moe", 1, "memory.recompute = moe"),
+        ("--memory.stash=stack --memory.recompute=experts@0-2,layer@3", 1, "layer@3"),
+    ],
     "a whole graph is of one rank": [
         ("--memory.graphs=whole --parallel.ep=2", 2, "parallel.ep = 2 is in the way"),
         ("--memory.graphs=whole --parallel.tp=2 --parallel.cp=2", 4, "parallel.tp = 2, parallel.cp = 2 is in the way"),

@@ -683,6 +683,32 @@ def plain_adamw_blocks(w, g, m, v, weights, scale, scalars, options, first, forw
     return *state, of_blocks, [[list(line) for line in zip(*rows, strict=True)] for rows in of_blocks]
 
 
+def plain_push_rows(x, ends, pool, ring, state, taken, pages):
+    """Row by row and element by element; 64 rows to a page."""
+    cell = len(pool[0]) // 64
+    cells = -(-len(x[0]) // cell)
+    needed = -(-ends[-1] // 64) * cells
+    if state[0] + needed <= state[1]:
+        for number in range(needed):
+            page = pool[ring[(state[0] + number) % len(ring)]]
+            row, column = number // cells * 64, number % cells * cell
+            for place in range(64 * cell):
+                r, c = row + place // cell, column + place % cell
+                page[place] = x[r][c] if r < ends[-1] and c < len(x[0]) else 0.0
+    return x, pool
+
+
+def plain_pop_rows(x, ends, pool, ring, state, taken, pages, returns):
+    cell = len(pool[0]) // 64
+    cells = -(-len(x[0]) // cell)
+    for r in range(min(len(x), (-(-ends[-1] // 64) + 1) * 64)):
+        for c in range(len(x[0])):
+            page = pages[r // 64 * cells + c // cell]
+            held = r < ends[-1] and page >= 0
+            x[r][c] = pool[page][r % 64 * cell + c % cell] if held else 0.0
+    return x, pool
+
+
 def plain_muon_momentum(direction, momentum, g, scale, scalars, options):
     beta, nesterov, _ = options
     mean = [beta * a + (1 - beta) * scale * b for a, b in zip(momentum, g, strict=True)]

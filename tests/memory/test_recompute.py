@@ -15,6 +15,7 @@ from moefold.config.memory_regions import REBUILT_REGIONS
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
 from moefold.config.run import Config, MemoryConfig
+from moefold.config.stash_pages import PAGE_BYTES
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.rerun import rerun_key
 from moefold.memory.recompute import Promises, Rebuild
@@ -70,7 +71,11 @@ def configured(mechanism: str) -> Config:
 
 
 def recomputing(config: Config, choice: str) -> Config:
-    """The configuration with a policy, written as `recomputed regions > offloaded regions`."""
+    """The configuration with a policy, written as `recomputed regions > offloaded regions`, or with stashed rows, as
+    `pages of the pool`."""
+    if choice.isdecimal():
+        pool = int(choice) * PAGE_BYTES / 2**30
+        return replace(config, memory=MemoryConfig(stash="pages", stash_gib=pool))
     recomputed, _, offloaded = choice.partition(" > ")
     memory = MemoryConfig(
         recompute=tuple(filter(None, recomputed.split(","))),
@@ -200,6 +205,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and the layout
         ["--parallel.pp", "2", "--parallel.cp", "2", "--parallel.ep", "4", "--pipeline.pair", "true"],
     ),
 }
+STASHES = ["100", "4"]  # the second overflows, in one stage before the other
 RANK_CHOICES = ["norm,up,core,shared,experts", "moe", " > layer", "layer > layer", "layer@0,moe@1"]
 
 
@@ -234,6 +240,8 @@ def test_regions_that_communicate_are_equal_to_the_bit_on_every_rank(layout: str
     degrees = [*SIZES, "--train.global_batch", "8", "--model.attention.kv_heads", "2", *words]
     config = with_few_microbatches(resolve_recipe("tiny", degrees, size), size)
     choices = choices_for(config, size)
+    if layout == "zero bubble":
+        choices += STASHES
     configs = [config, *(recomputing(config, choice) for choice in choices)]
     for kept, *rebuilt in run_ranks(trace_choices, size, configs):
         for choice, trace in zip(choices, rebuilt, strict=True):

@@ -76,11 +76,15 @@ FP8_GEMM = Choice(
     "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "SwiGLU or its gradient inside the FP8 product"
 )
 
+TRITON_STASH = Choice("triton", triton_runs, "cuda with Triton", "reads and writes the defined rows alone, once")
+
 CHOICES: Choices = {
     "swiglu": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
     "mlp_activation": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
     "clamped_swiglu": (RECOMPUTE_BACKWARD,),
     "expert_bias": (),
+    "push_rows": (TRITON_STASH,),
+    "pop_rows": (TRITON_STASH,),
     "expert_mlp": (
         Choice(
             "gluon",

@@ -30,13 +30,14 @@ from moefold.config.memory_regions import REGIONS, expert_weight_layers
 from moefold.config.optimizer_groups import first_match, parse_groups
 from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import ModelConfig, PrecisionConfig
+from moefold.config.stash_pages import LEAST_ROW_BYTES, stashed_bytes
 from moefold.plan.layer.bytes_sent import AxisTraffic, step_bytes_sent
 from moefold.plan.layer.fp8_tensors import TILE_NUMBERS, copy_bytes, padded_rows, quantise_pass_bytes, tile_count
 from moefold.plan.layer.layer_recipes import PLAIN, PLAIN_PRECISION, LayerRecipes, recipes_of_layers
 from moefold.plan.layer.megatron_layers import MEGATRON_STACK
 from moefold.plan.layer.moefold_layers import MOEFOLD_STACK
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes
-from moefold.plan.layer.tensor_table import FIXED_ELEMENT_BYTES, LayerStack, TensorEntry
+from moefold.plan.layer.tensor_table import FIXED_ELEMENT_BYTES, LayerStack, TensorEntry, expert_rows
 from moefold.plan.length_histogram import mean_over_tokens
 from moefold.plan.options import PlanChoices, regions_in_layer
 
@@ -48,7 +49,7 @@ LAYER_STACKS: dict[str, LayerStack] = {"moefold": MOEFOLD_STACK, "megatron": MEG
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """A tensor that a step saves for its backward. `fate`: kept, recomputed or offloaded."""
+    """A tensor that a step saves for its backward. `fate`: kept, recomputed, offloaded or stashed."""
 
     name: str
     step: str
@@ -61,6 +62,11 @@ class SavedActivation:
     @property
     def bytes(self) -> float:
         return self.rows * self.width * self.element_bytes
+
+    @property
+    def page_bytes(self) -> float:
+        """Bytes of the pages that its rows take in a stash."""
+        return stashed_bytes(self.rows, self.width * self.element_bytes)
 
     @property
     def arithmetic(self) -> str:
@@ -133,6 +139,15 @@ class StepCount:
     @property
     def offloaded(self) -> float:
         return self.bytes_with_fate("offloaded")
+
+    @property
+    def stashed(self) -> float:
+        return self.bytes_with_fate("stashed")
+
+    @property
+    def stash_pages(self) -> float:
+        """Bytes of the pages that stashed rows take."""
+        return sum(tensor.page_bytes for tensor in self.saved if tensor.fate == "stashed")
 
     def bytes_with_fate(self, *fates: str) -> float:
         total = 0
@@ -449,7 +464,7 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
             rows=entry.rows(s),
             width=entry.width(s),
             element_bytes=entry.element_bytes(s),
-            fate=tensor_fate(entry, s.choices),
+            fate=tensor_fate(entry, s),
             linear=entry.storage in LINEAR_STORAGE,
         )
         saved[entry.step].append(tensor)
@@ -459,8 +474,10 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
     return frozen
 
 
-def tensor_fate(entry: TensorEntry, choices: PlanChoices) -> str:
-    """Fate of a tensor: kept, recomputed or offloaded. Where layers are recomputed, only their inputs are kept."""
+def tensor_fate(entry: TensorEntry, s: RankShapes) -> str:
+    """Fate of a tensor: kept, recomputed, offloaded or stashed. Where layers are recomputed, only their inputs are
+    kept."""
+    choices = s.choices
     in_layer = entry.step in REGIONS["layer"].spans
     layer_recomputed = in_layer and "layer" in choices.recomputed
     if layer_recomputed and not entry.layer_input:
@@ -470,7 +487,15 @@ def tensor_fate(entry: TensorEntry, choices: PlanChoices) -> str:
     for region in choices.offloaded:
         if is_saved_inside(entry, region):
             return "offloaded"
-    return "kept"
+    return "stashed" if is_stashed(entry, s) else "kept"
+
+
+def is_stashed(entry: TensorEntry, s: RankShapes) -> bool:
+    """Whether a tensor has rows of experts that are wide enough for pages."""
+    has_rows = entry.step == "experts" and entry.rows is expert_rows
+    is_number = entry.storage.startswith("int")
+    row_bytes = entry.width(s) * entry.element_bytes(s)
+    return s.portion.stashes and has_rows and not is_number and row_bytes >= LEAST_ROW_BYTES
 
 
 def is_saved_inside(entry: TensorEntry, region: str) -> bool:

@@ -35,7 +35,8 @@ EXPERT_PRODUCTS = ("moe.experts.up_product", "moe.experts.down_product")
 class RankPortion:
     """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
     after the data gradients of their stage; `accumulates`: a step has several microbatches, and GEMMs accumulate weight
-    gradients; `precision`: recipes of the products; `clone_slots`: spare slots for clones of experts."""
+    gradients; `precision`: recipes of the products; `clone_slots`: spare slots for clones of experts;
+    `stashes`: rows that experts save lie in a pool."""
 
     seq_len: int
     micro_batch: int = 1
@@ -50,6 +51,7 @@ class RankPortion:
     force: tuple[str, ...] = ()
     precision: PrecisionConfig = PLAIN_PRECISION
     clone_slots: int = 0
+    stashes: bool = False
 
     @property
     def tokens(self) -> float:
@@ -243,4 +245,5 @@ def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accum
         force=config.kernels.force,
         precision=config.precision,
         clone_slots=p.clone_slots,
+        stashes=config.memory.stash != "none",
     )

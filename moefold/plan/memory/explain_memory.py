@@ -154,6 +154,8 @@ def buffer_names(s: RunSetting) -> str:
         names += ", weights and gradients of two units"
     if s.states_on_host and s.choices.stack == "moefold":
         names += ", chunks of states from host memory"
+    if s.portion.stashes:
+        names += ", the pool of stashed rows"
     return names
 
 

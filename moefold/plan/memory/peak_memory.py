@@ -41,7 +41,8 @@ OP_DESCRIPTIONS = {"F": "forward", "D": "backward", "W": "weight gradients"}
 class RankMemory:
     """Memory of one pipeline rank at its peak, in bytes. `live`: live microbatches by stage; `at`: the running op.
     `total` is what torch allocates, `needed` what the GPU must have: with GPU memory outside torch's allocator
-    (`outside`). `host` is host memory."""
+    (`outside`). `host` is host memory. `stashed`: the most that pages of stashed rows take of their pool, a part of the
+    buffers."""
 
     rank: int
     stages: tuple[int, ...]
@@ -57,6 +58,7 @@ class RankMemory:
     graphs: float
     host: float
     outside: float
+    stashed: float
     live: tuple[int, ...]
     at: str
 
@@ -252,9 +254,20 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
         graphs=graph_input_bytes(s, rank, peak.live),
         host=host,
         outside=s.outside,
+        stashed=most_stashed(s, number, costs),
         live=peak.live,
         at=peak.running_op,
     )
+
+
+def most_stashed(s: RunSetting, number: int, costs: RankKindCosts) -> float:
+    """Bytes in pages of a stash when most microbatches are live, with the fullest experts."""
+    pages = [stage.stash_pages for stage in costs.fullest]
+    nothing = [0.0] * len(pages)
+    by_stage = StageBytes(pages, nothing, 3 * nothing)
+    moment = s.moments[number].peak_moment(by_stage)
+    most, _ = moment.bytes_held(by_stage)
+    return most
 
 
 def optimizer_workspace(s: RunSetting, state: ResidentState) -> float:
@@ -269,8 +282,8 @@ def layer_count(pieces: StagePieces) -> int:
 
 
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
-    """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also whole weights and gradients, and what
-    states in host memory pass through."""
+    """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also whole weights and gradients, what
+    states in host memory pass through, and the pool of a stash."""
     model = s.model
     choices = s.choices
     wide = choices.recipe.wide
@@ -287,6 +300,8 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
     if s.states_on_host and choices.stack == "moefold" and choices.device == "cuda":
         visiting = state.main + state.moments
         size += visiting_bytes(state.parameters, visiting, s.optim.states_window_gib)
+    if s.portion.stashes:
+        size += s.config.memory.stash_gib * GIB
     return size
 
 

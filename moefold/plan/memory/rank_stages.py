@@ -30,10 +30,10 @@ class LayerEntries(NamedTuple):
 @dataclass(frozen=True)
 class StageCount:
     """Bytes of one microbatch on one stage of one rank: kept until the data gradient, restored (recomputed or copied
-    from the host), offloaded, held for deferred weight gradients (`waiting`), and the workspaces of forward and
-    backward. Parameters are counted by class; `copies`: bytes of their quantised copies; `requantised`: bytes moved to
-    make FP8 copies of the recipes anew. `backward_steps`: per step in backward order (bytes freed so far, parameters
-    with gradients, workspace)."""
+    from the host), offloaded, in pages of a stash, held for deferred weight gradients (`waiting`), and the workspaces
+    of forward and backward. Parameters are counted by class; `copies`: bytes of their quantised copies; `requantised`:
+    bytes moved to make FP8 copies of the recipes anew. `backward_steps`: per step in backward order (bytes freed so
+    far, parameters with gradients, workspace)."""
 
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
@@ -42,6 +42,7 @@ class StageCount:
     kept: float
     restored_bytes: float
     offloaded: float
+    stash_pages: float
     waiting: float
     forward: float
     backward: float
@@ -97,8 +98,8 @@ def count_stage(
         for step in reversed(count.steps):
             own = count.offloaded_through(step)
             forward_workspace, backward_workspace = step.working
-            forward_workspace += leaving + own
-            workspace = backward_workspace + count.recomputed_at(step) + neighbour + own + behind
+            forward_workspace += leaving + own + step.stashed
+            workspace = backward_workspace + count.recomputed_at(step) + neighbour + own + behind + step.stashed
             forward = max(forward, forward_workspace - saved_later)
             backward = max(backward, workspace - freed)
             backward_steps.append((freed, with_gradients, workspace))
@@ -119,6 +120,7 @@ def count_stage(
         kept=saved_later,
         restored_bytes=sum(piece.restored_bytes for piece in counts),
         offloaded=sum(piece.offloaded for piece in counts),
+        stash_pages=sum(step.stash_pages for step in steps),
         waiting=sum(step.waiting for step in steps),
         forward=forward,
         backward=max(backward, -freed),

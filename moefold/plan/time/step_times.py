@@ -405,7 +405,7 @@ class StepClock:
         return self.cluster.neighbour_seconds(size, ranks)
 
     def restore_seconds(self, forward: ForwardOfStep) -> float:
-        """Seconds that recompute and exposed offloading add to the backward of a step."""
+        """Seconds that recompute, exposed offloading and copies of a stash add to the backward of a step."""
         step, s, seconds = forward
         recomputing = 0.0
         # Regions may overlap: all of them together repeat the forward at most once.
@@ -419,7 +419,8 @@ class StepClock:
                 offloaded += tensor.bytes
         copying = offloaded / self.gpu.host_link
         exposed_copy = max(0.0, copying - seconds.device)
-        return recomputing + 2 * exposed_copy
+        moved = 4 * step.stashed  # read and written, to the stash and from it
+        return recomputing + 2 * exposed_copy + moved / self.pointwise_bandwidth
 
     def recompute_norm(self, forward: ForwardOfStep) -> float:
         if forward.step.name not in NORMED_STEPS:

@@ -240,3 +240,16 @@ def test_uneven_loads_need_room_where_experts_are_spread_and_only_there():
     assert table_rank(replace(EVEN, spread=0.1, quantile=0.999)).margin > table_rank(replace(EVEN, spread=0.1)).margin
     (alone,) = plan_memory(resolve_recipe("olmoe-1b-7b", []), 1, replace(EVEN, spread=0.5))
     assert alone.margin == 0
+
+
+def test_a_stash_trades_the_rows_of_all_layers_for_its_pool_and_the_rows_of_one():
+    """Qwen3's fused experts keep gate and up of 8 rows a token: 768 columns each, in bf16; pages hold 64 such rows."""
+    words = "--model.layers=12 --train.micro_batch=4 --train.global_batch=8 --data.seq_len=4096 --model.vocab=1024"
+    config = resolve_recipe("qwen3-30b-a3b", words.split())
+    [kept] = plan_memory(config, 1)
+    [stashed] = plan_memory(replace(config, memory=replace(config.memory, stash="stack", stash_gib=6.0)), 1)
+    of_layer = 4 * 4096 * 8 * 2 * 768 * 2
+    assert kept.activations - stashed.activations == 12 * of_layer == stashed.stashed
+    assert stashed.buffers - kept.buffers == 6 * GIB
+    assert stashed.working - kept.working == of_layer
+    assert kept.stashed == 0
