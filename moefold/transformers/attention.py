@@ -50,6 +50,9 @@ def attend(
         key = key[:, :, :queries]  # of a static cache that was empty: no query sees further
         value = value[:, :, :queries]
     heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    if is_plain and torch.compiler.is_compiling():  # moefold's op cannot be traced, SDPA with a mask can
+        attention_mask = causal_mask(query, key)
+        is_plain = False
     if is_plain:
         return attend_to_all(*heads, scaling, s_aux), None
     assert s_aux is not None, "masks without sinks are left to SDPA"
@@ -78,10 +81,18 @@ def attend_to_all(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float |
     return kernels[attention](q_BSHD, k_BLGD, v_BLGV, scale, 0, sink_H)
 
 
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """(S, L), true for keys that a query sees. The last query sees all keys."""
+    queries = query.shape[2]
+    keys = key.shape[2]
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+    return ones.tril(keys - queries)
+
+
 def attend_with_mask(
     q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, mask: Tensor, scale: float | None, sink_H: Tensor
 ) -> Tensor:
-    """The sink as a key that no mask hides. `mask`: (B, 1, S, L), true for keys that a query sees."""
+    """The sink as a key that no mask hides. `mask`: (B, 1, S, L) or (S, L), true for keys that a query sees."""
     scale = scale_or_default(scale, q_BSHD)
     score_H = sink_H / scale
     q, k, v = sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, score_H)

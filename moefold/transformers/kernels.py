@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,9 +12,12 @@ from torch import Tensor
 from moefold.config.errors import UserError
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import AttentionShape, Facts
+from moefold.kernels.registry import KernelOp
 from moefold.layout.dtypes import DTYPES
 from moefold.train.assemble import device_capability
 
+P = ParamSpec("P")
+R = TypeVar("R")
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -31,6 +36,13 @@ def base_kernels(device: torch.device, dtype: torch.dtype) -> BoundKernels:
 
 def kernels_for(x: Tensor) -> BoundKernels:
     return base_kernels(x.device, x.dtype)
+
+
+def kernel_for(x: Tensor, op: KernelOp[P, R]) -> Callable[P, R]:
+    """Inside a compiled graph the reference: it is plain torch, which can be traced."""
+    if torch.compiler.is_compiling():
+        return op.reference
+    return kernels_for(x)[op]
 
 
 @cache

@@ -12,13 +12,13 @@ from moefold.kernels.norm.rmsnorm import rmsnorm
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.kernels.vocabulary.cross_entropy import cross_entropy
 from moefold.layout.labels import IGNORE_INDEX
-from moefold.transformers.kernels import kernels_for
+from moefold.transformers.kernels import kernel_for, kernels_for
 
 
 def normalise(module: Any, hidden_states: Tensor) -> Tensor:
     """In place of the forward method of an RMSNorm."""
     weight = module.weight
-    norm = kernels_for(hidden_states)[rmsnorm]
+    norm = kernel_for(hidden_states, rmsnorm)
     return norm(hidden_states, weight.to(hidden_states.dtype), module.variance_epsilon)
 
 
@@ -27,7 +27,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     wide = torch.promote_types(cos.dtype, torch.float32)
     half = cos.shape[-1] // 2
     angles = RopeAngles(cos[..., :half].to(wide), sin[..., :half].to(wide))
-    run = kernels_for(q)[rope]
+    run = kernel_for(q, rope)
     if unsqueeze_dim == 2:  # heads behind positions, as moefold has them
         return run(q, angles), run(k, angles)
     q_BSHD = run(q.transpose(1, 2), angles)

@@ -269,5 +269,13 @@ def fuses_loss(model: Any, options: dict[str, Any]) -> bool:
     if options.get("logits_to_keep", 0) != 0 or returns_dict is False or "ignore_index" in options:
         return False
     head = model.lm_head
-    is_plain = type(head) is nn.Linear and head.bias is None and model.loss_function is ForCausalLMLoss
-    return is_plain and not torch.is_autocast_enabled(head.weight.device.type)
+    if not is_plain_head(head) or model.loss_function is not ForCausalLMLoss:
+        return False
+    return not torch.is_autocast_enabled(head.weight.device.type)
+
+
+def is_plain_head(head: nn.Module) -> bool:
+    """Whether the weight is the whole head. Where others act around its forward method, as offloading and sharding do,
+    the weight may be elsewhere until that method is called."""
+    acts_around = "forward" in vars(head) or head._forward_pre_hooks or head._forward_hooks
+    return type(head) is nn.Linear and head.bias is None and not acts_around

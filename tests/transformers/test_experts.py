@@ -35,6 +35,8 @@ SIZES = {
     "mlp_hidden_act": "relu2",
     "swiglu_alpha": 1.702,
     "swiglu_limit": 1.0,
+    "mlp_gate_softcap": 4.0,
+    "mlp_up_softcap": 4.0,
     "post_norm_eps": 1e-6,
 }
 
@@ -118,13 +120,15 @@ def test_no_tokens_give_no_output_and_zero_gradients():
     assert all(not gradient.any() for gradient in gradients)
 
 
-COMPUTED_IN_FP32 = ("BeamExperts", "OpenAIPrivacyFilterExperts", "MuseSparkExperts")
+COMPUTED_IN_FP32 = ("BeamExperts", "Inkling2Experts", "OpenAIPrivacyFilterExperts", "MuseSparkExperts")
 
 
 def test_all_kinds_of_families_are_there():
-    """Plain, transposed, interleaved with biases, without a gate, with a norm, with a gate of their own."""
-    kinds = ("MixtralExperts", "AriaExperts", "GptOssExperts", "NemotronHExperts", "MuseSparkExperts")
-    assert set(kinds) <= set(FAMILIES)
+    """Plain, interleaved with biases, without a gate; in newer transformers also transposed, and with a norm."""
+    kinds = {"MixtralExperts", "GptOssExperts", "NemotronHExperts"}
+    if "AriaExperts" in FAMILIES:
+        kinds |= {"AriaExperts", "MuseSparkExperts"}
+    assert kinds <= set(FAMILIES)
     assert len(FAMILIES) > 50
 
 
@@ -140,6 +144,8 @@ def test_known_activations_run_on_moefolds_ops(name: str, known: tuple[str, bool
 @pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "AriaExperts"])
 def test_low_precision_is_as_near_to_eager_as_transformers_asks(name: str, dtype: torch.dtype):
     """transformers' own test of experts: weights of its usual spread, both tolerances 1e-4."""
+    if name not in FAMILIES:
+        pytest.skip(f"{name} takes no implementation in transformers {transformers.__version__}")
     experts = make_experts(name).to(dtype)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.02)

@@ -151,12 +151,13 @@ def test_gradient_checkpointing_gives_the_same():
 
 
 @pytest.mark.extended
-def test_a_compiled_model_gives_the_same():
-    model = make_model("mixtral")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_model_compiled_as_one_graph_gives_the_same(family: str):
+    model = make_model(family)
     expected = loss_and_gradients(model, **batch())
     moefold.transformers.enable(**REPLACED)
     use_moefold(model)
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_equal(loss_and_gradients(compiled, **batch()), expected)
 
 
