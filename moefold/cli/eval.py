@@ -41,6 +41,8 @@ class EvalOptions(TextModelOptions):
     """Tasks by name: stdlib_lines, or those of lm-evaluation-harness (moefold[eval])."""
     task_folder: Path | None = None
     """A folder with tasks of one's own, as YAML files of lm-evaluation-harness."""
+    chat: bool = False
+    """Put questions of lm-evaluation-harness into the tokenizer's chat template, as a user's messages."""
     batch: int = 8
     """Sequences that are computed at once."""
     nproc: int = 1
@@ -79,7 +81,13 @@ def check_options(options: EvalOptions) -> None:
     if folder is not None and not folder.is_dir():
         raise UserError(f"--task-folder {folder} is no folder; expected one with YAML files of tasks")
     options.require_source()
-    for name in options.task_names:
+    names = options.task_names
+    if options.chat and not set(names) - {STDLIB_LINES}:
+        raise UserError(
+            "--chat acts on tasks of lm-evaluation-harness alone, and none is named; name one with --tasks, or leave "
+            "it out"
+        )
+    for name in names:
         if name != STDLIB_LINES and find_spec("lm_eval") is None:
             raise UserError(
                 f'no built-in task "{printable_text(name)}"{did_you_mean(name, [STDLIB_LINES])}; expected '
@@ -135,7 +143,7 @@ def evaluate(text_model: TextModel, options: EvalOptions) -> Results:
     if others:
         from moefold.train.harness import run_tasks  # lm_eval
 
-        results |= run_tasks(text_model, others, options.task_folder, options.batch)
+        results |= run_tasks(text_model, others, options.task_folder, options.batch, options.chat)
     return results
 
 

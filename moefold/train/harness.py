@@ -21,7 +21,7 @@ from moefold.generate.likelihood import Continuation, Likelihood
 from moefold.generate.next_logits import TokenIds
 from moefold.generate.rank_batches import Numbers, compute_batches, cut_batches
 from moefold.generate.sampling import Sampling
-from moefold.train.text_generator import GenerationRequest, TextGenerator
+from moefold.train.text_generator import GenerationRequest, TextGenerator, chat_template_of, render_messages
 from moefold.train.text_model import TextModel, load_text_model
 from moefold.train.text_scores import text_ids
 
@@ -65,10 +65,32 @@ class HarnessModel(TemplateLM):
             begins = tokenizer.engine.token_to_id(str(stated_token(options, "bos_token")))
         return self.eot_token_id if begins is None else begins
 
+    @property
+    def tokenizer_name(self) -> str:
+        """What requests are cached under, which the harness does where it is asked to."""
+        tokenizer = self.text_model.tokenizer
+        return str(tokenizer.folder) if isinstance(tokenizer, HuggingFaceTokenizer) else "bytes"
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The source, for the harness's records."""
+        return chat_template_of(self.text_model.tokenizer).source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Without `add_generation_prompt` the last message is how the answer begins."""
+        return render_messages(self.text_model.tokenizer, chat_history, continues=not add_generation_prompt)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        if add_special_tokens is False:
+        """A chat template may have put the first token already."""
+        if add_special_tokens is False or self.has_prefix(string):
             return self.text_model.tokenizer.encode(string).tolist()
         return list(text_ids(self.text_model, string))
+
+    def has_prefix(self, string: str) -> bool:
+        tokenizer = self.text_model.tokenizer
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            return False
+        prefix = tokenizer.engine.id_to_token(self.prefix_token_id)
+        return prefix is not None and string.startswith(prefix)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -140,14 +162,18 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> TaskManager:
     return tasks
 
 
-def run_tasks(text_model: TextModel, names: Sequence[str], folder: Path | None, batch: int) -> dict[str, Figures]:
-    """Figures of each task, and of each task of a group; nothing on other ranks than the first."""
+def run_tasks(
+    text_model: TextModel, names: Sequence[str], folder: Path | None, batch: int, chat: bool = False
+) -> dict[str, Figures]:
+    """Figures of each task, and of each task of a group; nothing on other ranks than the first. `chat`: questions are
+    messages in the tokenizer's chat template."""
+    if chat:
+        chat_template_of(text_model.tokenizer)  # refused here, before data is read
     tasks = find_tasks(names, folder)
     model = HarnessModel(text_model, batch)
+    options = {"log_samples": False, "bootstrap_iters": BOOTSTRAPS, "apply_chat_template": chat}
     with redirect_stdout(stderr):  # output is the results alone
-        found = lm_eval.simple_evaluate(
-            model, tasks=list(names), task_manager=tasks, log_samples=False, bootstrap_iters=BOOTSTRAPS
-        )
+        found = lm_eval.simple_evaluate(model, tasks=list(names), task_manager=tasks, **options)
     if not found:
         return {}
     return {name: task_figures(values) for name, values in found["results"].items()}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.config.errors import UserError
 from moefold.data.chat import Chat
@@ -16,6 +17,9 @@ from moefold.generate.next_logits import TokenIds, model_logits
 from moefold.generate.sampling import Sampling
 from moefold.generate.text_stream import TextStream
 from moefold.train.text_model import TextModel, load_text_model
+
+if TYPE_CHECKING:
+    from moefold.data.chat_template import ChatTemplate
 
 ShowText = Callable[[int, str], None]  # the number of a prompt, and text that follows it
 DEFAULT_TOKENS = 200
@@ -92,18 +96,38 @@ class TextGenerator:
 
     def encode_chat(self, text: str) -> TokenIds:
         """A user's message in the chat template, up to where the assistant goes on."""
-        tokenizer = self.tokenizer
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise UserError(
-                "a chat needs the chat template of a tokenizer.json, and this run is trained on bytes; leave out --chat"
-            )
-        template = open_template(tokenizer, "a chat", "leave out --chat")
         message = {"role": "user", "content": text}
-        try:
-            rendered = template.render(Chat([message]), asks=True)
-        except ValueError as error:
-            raise UserError(f"the prompt {error}") from None
-        return tokenizer.encode(rendered.text).tolist()
+        rendered = render_messages(self.tokenizer, [message])
+        return self.tokenizer.encode(rendered).tolist()
+
+
+def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise UserError(
+            "a chat needs the chat template of a tokenizer.json, and this run is trained on bytes; leave out --chat"
+        )
+    return open_template(tokenizer, "a chat", "leave out --chat")
+
+
+def render_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]], continues: bool = False) -> str:
+    """Messages in the tokenizer's chat template, up to where the assistant goes on: behind the last of them, or, with
+    `continues`, in it."""
+    template = chat_template_of(tokenizer)
+    try:
+        rendered = template.render(Chat(messages), asks=not continues)
+    except ValueError as error:
+        raise UserError(f"the prompt {error}") from None
+    text = rendered.text
+    if not continues:
+        return text
+    begun = str(messages[-1]["content"]).strip()
+    place = text.rfind(begun)
+    if place < 0:
+        raise UserError(
+            f"the chat template leaves out {json.dumps(begun[:80])}, with which an answer is to begin; take that from "
+            "the task, or leave out --chat"
+        )
+    return text[: place + len(begun)]
 
 
 def show_nothing(_: int, text: str) -> None: ...

@@ -70,6 +70,7 @@ REFUSED = {
     "no batch": (["--batch", "0"], "batch = 0"),
     "no file": (["--files", "nowhere.txt"], "nowhere.txt"),
     "no folder of tasks": (["--task-folder", "nowhere"], "--task-folder nowhere"),
+    "a chat without tasks": (["--chat"], "--chat acts on tasks of lm-evaluation-harness alone"),
     "no ranks": (["--nproc", "0"], "--nproc 0"),
 }
 

@@ -90,10 +90,16 @@ def expected_bits(theirs: Any, tokenizer: Any, longest: int) -> float:
     return nats / math.log(2) / sum(len(text.encode()) for text in TEXTS)
 
 
-def generated(theirs: Any, tokenizer: Any, text: str) -> str:
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+def generated(theirs: Any, tokenizer: Any, text: str, chat: bool = False) -> str:
+    if chat:
+        text = tokenizer.apply_chat_template(user_says(text), add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"]
     whole = theirs.generate(ids, do_sample=False, max_new_tokens=NEW, eos_token_id=1, pad_token_id=1)
     return tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).split("\n\n")[0]
+
+
+def user_says(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def write_tasks(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
@@ -120,13 +126,44 @@ def test_tasks_from_local_files_have_the_figures_of_transformers(
     answers[0]["answer"] += " and more"
     entries = {"choices": QUESTIONS, "texts": [{"text": text} for text in TEXTS], "answers": answers}
     write_tasks(tmp_path, entries)
-    words = ["eval", str(path), "--tasks", "choices,texts", "answers", "--task-folder", str(tmp_path), "--json"]
+    options = ["--json", "--device", "cpu", "--dtype", "fp64", "--seq-len", "32", "--batch", "2"]
+    words = ["eval", str(path), "--task-folder", str(tmp_path), *options, "--tasks"]
     capsys.readouterr()
-    assert run_command_line([*words, "--device", "cpu", "--dtype", "fp64", "--seq-len", "32", "--batch", "2"]) == 0
+    assert run_command_line([*words, "choices,texts", "answers"]) == 0
     found = json.loads(capsys.readouterr().out)["results"]
     assert found["choices"]["acc"] == expected_accuracy(theirs, tokenizer)
     assert found["texts"]["bits_per_byte"] == pytest.approx(expected_bits(theirs, tokenizer, 32), rel=FP32)
     assert found["answers"]["exact_match"] == 0.8
+    for entry in answers[1:]:
+        entry["answer"] = generated(theirs, tokenizer, entry["question"], chat=True)
+    write_tasks(tmp_path, entries)
+    assert run_command_line([*words, "answers", "--chat"]) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    assert found["answers"]["exact_match"] == 0.8
+
+
+def test_questions_in_a_chat_template_have_the_texts_and_scores_of_the_harness_own_class(
+    published: tuple[Any, Any, Path],
+):
+    """Its class `hf` renders and encodes by transformers."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from moefold.train.harness import HarnessModel
+
+    theirs, tokenizer, path = published
+    hosted = HFLM(pretrained=theirs, tokenizer=tokenizer, max_length=64)
+    ours = HarnessModel(path, device="cpu", precision="fp64", seq_len=64)
+    system = {"role": "system", "content": "name it"}
+    asked = [system, *user_says("what is that")]
+    begun = [*asked, {"role": "assistant", "content": "the name"}]
+    texts = [ours.apply_chat_template(asked), ours.apply_chat_template(begun, add_generation_prompt=False)]
+    assert texts == [hosted.apply_chat_template(asked), hosted.apply_chat_template(begun, add_generation_prompt=False)]
+    assert ours.chat_template(True) == tokenizer.chat_template
+    requests = [Instance("loglikelihood", {}, (text, " of the one"), 0) for text in texts]
+    expected = hosted.loglikelihood(requests, disable_tqdm=True)
+    for (found, greedy), (log_p, is_greedy) in zip(ours.loglikelihood(requests), expected, strict=True):
+        assert (found, greedy) == (pytest.approx(log_p, rel=FP32), is_greedy)
 
 
 def test_a_task_that_nobody_has_is_refused(
