@@ -15,6 +15,7 @@ from moefold.cli.explain import (
     FP8_OPS,
     FP8_STORAGE_OPS,
     MICRO_OPS,
+    STASH_OPS,
     describe_regions,
 )
 from moefold.cli.main import run_command_line
@@ -233,7 +234,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
-RARE |= {"token_losses"} | EVERY_MICRO_OP
+RARE |= {"token_losses"} | EVERY_MICRO_OP | STASH_OPS
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
