@@ -69,6 +69,7 @@ DISPATCHER_NAMES = OpenNames(
         "dedup": "one copy of a token for each distinct rank of its experts",
         "hierarchical": "one copy for each distinct node, then one for each distinct rank of the node",
         "deepep": "as dedup, by DeepEP's kernels (NVLink and RDMA); needs the package deep_ep, CUDA and bf16",
+        "symmetric": "as dedup, written by ranks of one machine into each other's memory, without a wait of the host",
     },
 )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.anatomy.step_specs import dispatched_width
+from moefold.comm.arena import Arena, SharedArena
 from moefold.config.errors import UserError, one_of
 from moefold.config.extensions import find_extension
 from moefold.config.run import Config, MoeConfig, ParallelConfig, PrecisionConfig
@@ -26,7 +27,8 @@ from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.measure_links import measure_links
-from moefold.dispatch.price import cheapest_dispatcher
+from moefold.dispatch.price import cheapest_dispatcher, tokens_per_rank
+from moefold.dispatch.symmetric import ArenaRows, SymmetricDispatcher, SymmetricHop, room_bytes, row_bytes_at_most
 from moefold.dispatch.traffic import (
     ExchangeSizes,
     NodeSizes,
@@ -59,13 +61,17 @@ def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class DispatchSetting:
-    """Arguments of a builder: the run's ranks and kernels, the placement of experts, and the rows to be sent."""
+    """Arguments of a builder: the run's ranks and kernels, the placement of experts, and the rows to be sent. `tokens`
+    that a rank sends at a time in training, `choices` of a token at most. `patience`: seconds to wait for a rank."""
 
     world: World
     kernels: BoundKernels
     row_policy: RowPolicy
     row_width: int
     dtype: torch.dtype
+    tokens: int = 0
+    choices: int = 1
+    patience: float = 1800.0
 
     @property
     def experts(self) -> ExpertPlacement:
@@ -93,7 +99,7 @@ def build_all_gather(setting: DispatchSetting) -> Dispatcher:
     return AllGatherDispatcher(setting.row_policy, setting.kernels, setting.world)
 
 
-def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispatcher:
+def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> HopDispatcher:
     """A dispatcher of these hops over ep; where experts are sharded over etp, one more hop over etp."""
     world = setting.world
     hops, for_everyone = build_hops(setting)
@@ -151,6 +157,34 @@ def deepep_hops(setting: DispatchSetting) -> HopChain:
     return HopChain([hop])
 
 
+def build_symmetric(setting: DispatchSetting) -> Dispatcher:
+    world = setting.world
+    ranks = world.ep_etp
+    nodes = {rank // world.node_size for rank in ranks.ranks}
+    if len(nodes) > 1:
+        raise UserError(
+            f"parallel.dispatcher = symmetric needs the ranks of ep x etp on one machine, but these {ranks.size} are "
+            f"on {len(nodes)}; set it to dedup or hierarchical, or lower parallel.ep"
+        )
+    rows = ArenaRows(setting.tokens, setting.tokens * ranks.size)
+    row_bytes = row_bytes_at_most(setting.row_width, setting.dtype.itemsize, setting.choices)
+    size = room_bytes(rows, ranks.size, world.ep.size, row_bytes)
+    arena = make_arena(world, size, setting.patience)
+    hop = SymmetricHop(arena, setting.experts, setting.kernels, world, rows)
+    direct = HopDispatcher([hop], setting.row_policy, setting.kernels)
+    collectives = build_from_hops(dedup_hops, setting)
+    return SymmetricDispatcher(direct, collectives)
+
+
+def make_arena(world: World, room_bytes: int, patience: float) -> Arena:
+    if world.device.type != "cpu":
+        raise UserError(
+            f"parallel.dispatcher = symmetric runs on CPUs so far, but this run is on {world.device.type}; set "
+            "parallel.dispatcher to dedup"
+        )
+    return SharedArena(world.ep_etp, room_bytes, patience)
+
+
 DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {
     "local": build_local,
     "all_gather": build_all_gather,
@@ -158,7 +192,13 @@ DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {
     "dedup": partial(build_from_hops, dedup_hops),
     "hierarchical": partial(build_from_hops, hierarchical_hops),
     "deepep": partial(build_from_hops, deepep_hops),
+    "symmetric": build_symmetric,
 }
+
+
+def most_choices(moe: MoeConfig) -> int:
+    """Experts of a token at most: those it chooses, or all that may choose it."""
+    return moe.experts if moe.router.kind == "expert_choice" else moe.top_k
 
 
 def row_policy_of(moe: MoeConfig, world: World, experts: ExpertPlacement) -> RowPolicy:
@@ -208,6 +248,9 @@ def build_dispatcher(
         row_policy_of(moe, world, sent_to),
         dispatched_width(config.model),
         DTYPES[config.train.precision],
+        tokens_per_rank(config),
+        most_choices(moe),
+        config.train.slow_timeout,
     )
     dispatcher = build(setting)
     if slots:

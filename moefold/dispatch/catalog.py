@@ -99,13 +99,15 @@ Seconds = Callable[[DispatchTrip, LinkSpeeds], float]
 
 class DispatcherEntry(NamedTuple):
     """`says`: one line. `needs`: in words, empty if nothing. `seconds`: one way, None if not predicted.
-    `several_nodes`: only for ranks on several nodes. `joins_etp`: it sends over ep and etp ranks together."""
+    `several_nodes`: only for ranks on several nodes. `joins_etp`: it sends over ep and etp ranks together.
+    `on_request`: it has a price for plans, but is used only where it is set."""
 
     says: str
     needs: str = ""
     seconds: Seconds | None = None
     several_nodes: bool = False
     joins_etp: bool = False
+    on_request: bool = False
 
 
 def expected_distinct(k: int, places: float) -> float:
@@ -190,6 +192,10 @@ DISPATCHER_ENTRIES = {
         says("hierarchical"), "ranks on several nodes", hierarchical_seconds, several_nodes=True
     ),
     "deepep": DispatcherEntry(says("deepep"), "the package deep_ep, CUDA devices, bf16"),
+    # the bytes of dedup; never run on GPUs, so that its time there is a forecast
+    "symmetric": DispatcherEntry(
+        says("symmetric"), "ranks of ep x etp on one machine, CPUs", seconds=dedup_seconds, on_request=True
+    ),
 }
 
 

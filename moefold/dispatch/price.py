@@ -74,6 +74,7 @@ def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int,
     seconds: dict[str, float] = {}
     for name, entry in all_entries().items():
         is_left_out = entry.several_nodes and one_node
+        is_left_out |= entry.on_request and parallel.dispatcher != name
         if entry.seconds is None or is_left_out:
             continue
         load = joint_trip if entry.joins_etp else trip

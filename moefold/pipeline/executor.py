@@ -23,8 +23,10 @@ from moefold.comm.lanes import Lanes
 from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
+from moefold.dispatch.symmetric import by_collectives
 from moefold.layout.axes import World
 from moefold.memory.offload import bring_back_ahead
+from moefold.model.moe.layer import symmetric_dispatchers
 from moefold.model.norm import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
@@ -87,6 +89,7 @@ class Executor:
         self.costs = StepCosts(config, device, node_size)
         self.users = stages_using_parameters(model)
         self.several_gradients = parameters_with_several_gradients(model)
+        self.symmetric = symmetric_dispatchers(model)
         # Made once, when first asked for: the same in every step of a run.
         self.train_programs: dict[int, BoundProgram] = {}
         self.forward_programs: dict[int, BoundProgram] = {}
@@ -106,7 +109,8 @@ class Executor:
         """Forward only. The rank with the last stage calls `finish(carry)` once per microbatch."""
         program = self.forward_program(len(parts))
         step = StepRun(self, program, parts, finish=finish)
-        step.run()
+        with by_collectives(self.symmetric):
+            step.run()
 
     @contextmanager
     def observed_by(self, *observers: Around) -> Iterator[None]:

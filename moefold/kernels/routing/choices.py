@@ -47,4 +47,8 @@ CHOICES: Choices = {
         TRITON_ROWS,
         Choice("gather_backward", always_runs, "nothing", "its backward is a gather of the tokens' gradients"),
     ),
+    "count_parcels": (),
+    "place_parcels": (),
+    "push_rows": (),
+    "sum_peer_rows": (),
 }

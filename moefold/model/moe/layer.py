@@ -23,6 +23,7 @@ from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Receipt
 from moefold.dispatch.cloning_dispatcher import CloningDispatcher, for_one_layer
 from moefold.dispatch.fp8_dispatcher import unquantised
+from moefold.dispatch.symmetric import SymmetricDispatcher
 from moefold.layout.token_numbers import numbers_of_rows
 from moefold.model.moe.clones import ExpertClones
 from moefold.model.moe.experts import Experts
@@ -202,3 +203,14 @@ class MoeSublayer(nn.Module):
         carry = drop_from_carry(carry, "shared_TD")
         carry["output_TD"] = carry["output_TD"] + shared_TD
         return carry
+
+
+def symmetric_dispatchers(model: nn.Module) -> set[SymmetricDispatcher]:
+    """The dispatchers of a model's layers that send through an arena."""
+    found: set[SymmetricDispatcher] = set()
+    for module in model.modules():
+        if isinstance(module, MoeSublayer):
+            dispatcher = unquantised(module.dispatcher)
+            if isinstance(dispatcher, SymmetricDispatcher):
+                found.add(dispatcher)
+    return found

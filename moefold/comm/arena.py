@@ -1,0 +1,176 @@
+"""The arena: memory of every rank of an axis that all of them read and write, and the signals between them.
+
+Every rank owns a part of the arena. It begins with one word for each rank: the number of the last exchange for which
+that rank has signalled. Behind the words lie two rooms, which exchanges use in turns.
+
+    exchange e     write to rooms of turn e % 2, own or others'  ->  signal all  ->  wait for all  ->  read them
+
+Nobody writes to a room that is still read: who writes in exchange e + 2 has waited for the signals of e + 1, which
+every rank gives behind its reads of e. So there is no barrier, and a rank is at most one exchange ahead of another.
+
+On a CPU the arena is a file in shared memory, which is unlinked as soon as all ranks have opened it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moefold.comm.blocked_times import blocked
+from moefold.comm.host_objects import broadcast_object, first_object
+from moefold.config.errors import RunFailure, UserError
+from moefold.layout.axes import Axis
+from moefold.watch.position import note_collective
+
+SHARED_MEMORY = Path("/dev/shm")
+ALIGNMENT = 256  # bytes
+WORD_BYTES = 8
+EAGER_LOOKS = 200  # at a signal, before a look is followed by a short sleep
+SLEEP_SECONDS = 5e-5
+TURNS = 2
+
+FENCE = threading.Lock()
+
+
+class Arena(Protocol):
+    """Rooms of all ranks of an axis, and exchanges between them."""
+
+    axis: Axis
+
+    def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+        """The room of each rank for the next exchange, as a matrix."""
+        ...
+
+    def exchange(self, what: str) -> None:
+        """Let the others read what this rank has written, and wait until all have written. Ends the turn."""
+        ...
+
+
+def aligned_bytes(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def order_memory() -> None:
+    """A full memory fence. Processors such as Arm's reorder plain loads and stores of one thread; a release of a lock,
+    followed by an acquire, keeps all that is before in front of all that is behind."""
+    with FENCE:
+        pass
+    with FENCE:
+        pass
+
+
+class SharedArena:
+    """The arena of CPU ranks on one machine. `room_bytes`: of one room. `patience`: seconds that a rank waits for the
+    signal of another before it fails with the name of that rank."""
+
+    def __init__(self, axis: Axis, room_bytes: int, patience: float):
+        self.axis = axis
+        self.patience = patience
+        self.number = 0  # of the last exchange
+        word_bytes = axis.size * WORD_BYTES
+        self.first_room = aligned_bytes(word_bytes)
+        self.room_bytes = aligned_bytes(room_bytes)
+        part_bytes = self.first_room + TURNS * self.room_bytes
+        memory = open_shared_memory(axis, part_bytes * axis.size)
+        self.parts = memory.view(axis.size, part_bytes)
+        words = self.parts[:, :word_bytes].view(torch.int64)
+        self.words = words.numpy()  # [i, j]: what rank j has signalled to rank i; read without an op of torch
+        self.known_rooms: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
+
+    def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+        turn = self.number % TURNS
+        key = (turn, rows, width, dtype)
+        if key not in self.known_rooms:
+            self.known_rooms[key] = self.view_rooms(turn, rows, width, dtype)
+        return self.known_rooms[key]
+
+    def view_rooms(self, turn: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+        size = rows * width * dtype.itemsize
+        assert size <= self.room_bytes, f"a room has {self.room_bytes} bytes, {size} are asked for"
+        begin = self.first_room + turn * self.room_bytes
+        rooms: list[Tensor] = []
+        for part in self.parts:
+            room = part[begin : begin + size]
+            rooms.append(room.view(dtype).view(rows, width))
+        return rooms
+
+    def exchange(self, what: str) -> None:
+        note_collective(what, self.axis.name)
+        number = self.number + 1
+        order_memory()
+        self.words[:, self.axis.index] = number
+        with blocked():
+            for peer in range(self.axis.size):
+                self.wait_for(peer, number, what)
+        order_memory()
+        self.number = number
+
+    def wait_for(self, peer: int, number: int, what: str) -> None:
+        own_words = self.words[self.axis.index]
+        begun = time.monotonic()
+        looks = 0
+        while own_words[peer] < number:
+            waited = time.monotonic() - begun
+            if waited > self.patience:
+                raise self.lost_peer(peer, what)
+            looks += 1
+            time.sleep(0 if looks < EAGER_LOOKS else SLEEP_SECONDS)
+
+    def lost_peer(self, peer: int, what: str) -> RunFailure:
+        rank = self.axis.ranks[peer]
+        return RunFailure(
+            f"rank {rank} gave no signal of {what} over {self.axis.name} within {self.patience:g} s "
+            "(train.slow_timeout): it has ended or hangs; continue from the last checkpoint with --resume auto"
+        )
+
+
+def open_shared_memory(axis: Axis, size: int) -> Tensor:
+    """Bytes that all ranks of the axis share. Every rank calls this; all succeed, or all raise the same error."""
+    name: str | None = None
+    problem: UserError | None = None
+    if axis.index == 0:
+        try:
+            name = create_shared_file(size)
+        except OSError as error:
+            problem = UserError(
+                f"{SHARED_MEMORY} has no {size:,} bytes for parallel.dispatcher = symmetric ({error.strerror}); make "
+                "room there, set a smaller train.micro_batch, or set parallel.dispatcher to dedup"
+            )
+    name = broadcast_object(name, axis)
+    memory = torch.empty(0, dtype=torch.uint8)
+    if name is not None:
+        try:
+            memory = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            rank = axis.ranks[axis.index]
+            problem = UserError(
+                f"rank {rank} cannot open {name} of rank {axis.ranks[0]} ({error}); parallel.dispatcher = symmetric "
+                "needs the ranks of ep x etp on one machine; set it to dedup or hierarchical"
+            )
+    first_problem = first_object(problem, axis)
+    if axis.index == 0 and name is not None:
+        os.unlink(name)
+    if first_problem is not None:
+        raise first_problem
+    return memory
+
+
+def create_shared_file(size: int) -> str:
+    """A file of zeros in shared memory. Its memory is taken now: a write to a page that is not there would end the
+    process."""
+    descriptor, name = tempfile.mkstemp(prefix="moefold-arena-", dir=SHARED_MEMORY)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(descriptor)
+    return name

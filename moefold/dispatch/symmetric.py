@@ -1,0 +1,228 @@
+"""The symmetric hop: ranks write tokens into each other's memory (comm/arena.py), and the host waits for nothing.
+
+    plan       counts of all ranks -> where rows of this rank begin on every other -> choices and router weights
+    out        one copy of a token into the room of each distinct rank of its experts
+    back       each rank leaves its results in its own room, and the ranks of the tokens read and sum them
+
+Rooms have a fixed number of rows, so that all shapes are known at assembly: rows behind the last arrived token are
+undefined and have no choice. Sums are those of `dedup`, in the same order. With experts sharded over etp, a token goes
+to all etp ranks of its experts, and their partial results are summed with the others.
+
+T tokens, K choices of a token, N rows of a room, D width, n ranks of ep, s ranks of ep and etp, B bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.comm.arena import Arena
+from moefold.config.errors import UserError
+from moefold.dispatch.base import HopPlan, Receipt, Routing, Rows
+from moefold.dispatch.expert_placement import ExpertPlacement
+from moefold.dispatch.hop_dispatcher import HopDispatcher
+from moefold.dispatch.traffic import Traffic
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.routing.peer_rows import count_parcels, place_parcels, push_rows, sum_peer_rows
+from moefold.layout.axes import World
+
+WORD = torch.int64
+
+
+class ArenaRows(NamedTuple):
+    """Bounds that the host knows: `tokens` that a rank sends at most, and `arriving` that a room has rows for."""
+
+    tokens: int
+    arriving: int
+
+
+class SymmetricLeg(NamedTuple):
+    """`slots_Ts`: the row of each token in the room of each rank, -1 for none."""
+
+    slots_Ts: Tensor
+
+
+class SymmetricHop:
+    """A hop over the ranks of ep and etp together, etp innermost."""
+
+    def __init__(self, arena: Arena, experts: ExpertPlacement, kernels: BoundKernels, world: World, rows: ArenaRows):
+        self.arena = arena
+        self.experts = experts
+        self.etp = world.etp.size
+        self.rank = world.ep.index
+        self.index = arena.axis.index
+        self.rows = rows
+        self.count_parcels = kernels[count_parcels]
+        self.place_parcels = kernels[place_parcels]
+        self.push_rows = kernels[push_rows]
+        self.sum_peer_rows = kernels[sum_peer_rows]
+
+    def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
+        weights_TK, ids_TK = routing
+        tokens, k = ids_TK.shape
+        self.require_room(tokens)
+        ranks = self.experts.rank_count
+        rank_TK = self.experts.rank_of(ids_TK)
+        rank_TK = torch.where(ids_TK >= 0, rank_TK, ranks)
+        counts_s2n = self.exchange_counts(rank_TK, ranks)
+        tokens_sn = counts_s2n[:, 0]
+        slots_Tn = self.place_parcels(rank_TK, tokens_sn, self.index, self.rows.arriving)
+        leg = SymmetricLeg(slots_Tn.repeat_interleave(self.etp, dim=1))
+        arrived_n = tokens_sn.sum(0)
+        weights_NK, sent_NK = SendChoices.apply(weights_TK, ids_TK, self, leg)  # pyright: ignore[reportGeneralTypeIssues]
+        row_N = torch.arange(self.rows.arriving, device=ids_TK.device)
+        has_arrived_N1 = (row_N < arrived_n[self.rank])[:, None]
+        ids_NK = torch.where(has_arrived_N1, sent_NK, -1)
+        arrivals = Routing(weights_NK, ids_NK)
+        most_choices = self.rows.arriving * min(k, self.experts.held)
+        return HopPlan(leg, arrivals, choices=most_choices, empty_rows=True)
+
+    def require_room(self, tokens: int) -> None:
+        if tokens > self.rows.tokens:
+            raise UserError(
+                f"parallel.dispatcher = symmetric has room for {self.rows.tokens} tokens of a rank (train.micro_batch "
+                f"x data.seq_len over tp x cp), but a rank sends {tokens}; set parallel.dispatcher to dedup"
+            )
+
+    def exchange_counts(self, rank_TK: Tensor, ranks: int) -> Tensor:
+        """(s, 2, n): tokens and choices of every sender for every rank of ep."""
+        senders = self.arena.axis.size
+        mine = self.count_parcels(rank_TK, ranks)
+        width = mine.numel()
+        rooms = self.arena.rooms(senders, width, WORD)
+        for room in rooms:
+            room[self.index].copy_(mine.flatten())
+        self.arena.exchange("counts of tokens")
+        counts = rooms[self.index].clone()
+        return counts.view(senders, 2, ranks)
+
+    def out(self, h_TD: Tensor, leg: SymmetricLeg) -> Tensor:
+        return PushTokens.apply(h_TD, self, leg)  # pyright: ignore[reportReturnType]
+
+    def back(self, y_ND: Tensor, leg: SymmetricLeg) -> Tensor:
+        return SumResults.apply(y_ND, self, leg)  # pyright: ignore[reportReturnType]
+
+    def push(self, x_TD: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
+        """x_ND: the rows that arrive. They are copied out of the room, which the exchange after the next overwrites."""
+        rooms = self.rooms_for(x_TD)
+        self.push_rows(x_TD.contiguous(), leg.slots_Ts, rooms)
+        self.arena.exchange(what)
+        own = rooms[self.index]
+        return own[: self.rows.arriving].clone()
+
+    def sum_back(self, y_ND: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
+        """x_TD: the sum of each token's rows on all ranks."""
+        rooms = self.rooms_for(y_ND)
+        own = rooms[self.index]
+        own[: len(y_ND)].copy_(y_ND)
+        self.arena.exchange(what)
+        return self.sum_peer_rows(rooms, leg.slots_Ts)
+
+    def rooms_for(self, x: Tensor) -> list[Tensor]:
+        width = x.shape[1]
+        return self.arena.rooms(self.rows.arriving + 1, width, x.dtype)
+
+
+def row_bytes_at_most(row_width: int, itemsize: int, k: int) -> int:
+    """Bytes of the longest row that is sent: a token of a model, in fp64 a number, or choices with their weights."""
+    token = max(row_width, 1) * itemsize
+    fp8_token = row_width + WORD.itemsize * (row_width // 128 + 1)
+    choices = k * 2 * WORD.itemsize
+    return max(token, fp8_token, choices)
+
+
+def room_bytes(rows: ArenaRows, senders: int, ranks: int, row_bytes: int) -> int:
+    tokens = (rows.arriving + 1) * row_bytes
+    counts = senders * 2 * ranks * WORD.itemsize
+    return max(tokens, counts)
+
+
+class PushTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h_TD, hop: SymmetricHop, leg: SymmetricLeg):
+        ctx.way = (hop, leg)
+        return hop.push(h_TD, leg, "tokens")
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hop, leg = ctx.way
+        dh_TD = hop.sum_back(gradients[0], leg, "gradients of tokens")
+        return dh_TD, None, None
+
+
+class SumResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_ND, hop: SymmetricHop, leg: SymmetricLeg):
+        ctx.way = (hop, leg)
+        return hop.sum_back(y_ND, leg, "results")
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hop, leg = ctx.way
+        dy_ND = hop.push(gradients[0], leg, "gradients of results")
+        return dy_ND, None, None
+
+
+class SendChoices(torch.autograd.Function):
+    """Router weights and choices, as one row of bytes; backward returns the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx, weights_TK, ids_TK, hop: SymmetricHop, leg: SymmetricLeg):
+        ctx.way = (hop, leg)
+        weight_bytes = weights_TK.contiguous().view(torch.uint8)
+        id_bytes = ids_TK.contiguous().view(torch.uint8)
+        payload_TB = torch.cat((id_bytes, weight_bytes), dim=1)
+        arrived_NB = hop.push(payload_TB, leg, "choices")
+        ids_width = id_bytes.shape[1]
+        ids_NB = arrived_NB[:, :ids_width].contiguous()
+        weights_NB = arrived_NB[:, ids_width:].contiguous()
+        ids_NK = ids_NB.view(ids_TK.dtype)
+        ctx.mark_non_differentiable(ids_NK)
+        return weights_NB.view(weights_TK.dtype), ids_NK
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hop, leg = ctx.way
+        dweights_TK = hop.sum_back(gradients[0], leg, "gradients of router weights")
+        return dweights_TK, None, None, None
+
+
+class SymmetricDispatcher:
+    """`direct` sends through the arena. `collectives`, which has no bound of tokens, takes its place in passes without
+    backward: validation and generation may have more tokens at a time than training."""
+
+    def __init__(self, direct: HopDispatcher, collectives: HopDispatcher):
+        self.direct = direct
+        self.collectives = collectives
+        self.sender = direct
+
+    def plan(self, routing: Routing) -> Receipt:
+        return self.sender.plan(routing)
+
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
+        return self.sender.dispatch(h_TD, receipt)
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        return self.sender.combine(y_RD, receipt)
+
+    def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
+        return self.sender.send(x_TD, receipt)
+
+    def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
+        return self.sender.give_back(y_ND, receipt)
+
+
+@contextmanager
+def by_collectives(dispatchers: Iterable[SymmetricDispatcher]) -> Iterator[None]:
+    """Send by collectives inside the block. Every rank must enter it."""
+    for dispatcher in dispatchers:
+        dispatcher.sender = dispatcher.collectives
+    try:
+        yield
+    finally:
+        for dispatcher in dispatchers:
+            dispatcher.sender = dispatcher.direct
