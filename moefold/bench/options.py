@@ -86,6 +86,20 @@ class StepOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class LoraOptions(DeviceOptions):
+    """Time training steps of adapters beside a frozen base, within a limit of device memory."""
+
+    case: tuple[str, ...] = ()
+    """Only these cases: bf16, microbatches, nf4, host."""
+    steps: int = 10
+    """Timed steps."""
+    overrides: tyro.conf.Suppress[tuple[str, ...]] = ()  # the configuration keys of the command line
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
 class TransformersOptions(DeviceOptions):
     """Time training steps of transformers' models with moefold inside, against transformers' own experts, in turns."""
 

@@ -201,7 +201,7 @@ def last_tensors(run: Path) -> Parts:
 
 
 def test_a_run_goes_on_from_its_checkpoint_and_writes_that_of_any_run(tmp_path: Path):
-    """To the bit; with its experts on the device again, too."""
+    """To the bit; files of its adapters are those of a run with all experts on the device, too."""
     words = ["train", "tiny", *SMALL, *corpus(tmp_path), "--train.steps", "2", "--checkpoint.every", "1"]
     words += ["--model.moe.balance.bias_rate", "0", "--lora.rank", "2", "--model.layers", "3"]
     host = ["--memory.offload", "expert_weights"]
@@ -211,8 +211,14 @@ def test_a_run_goes_on_from_its_checkpoint_and_writes_that_of_any_run(tmp_path: 
         assert run_command_line([*words, *host, "--out", str(tmp_path / "host")]) == 0
         shutil.rmtree(tmp_path / "host" / "checkpoints" / "step-00000002")
         assert run_command_line([*words, *host, "--out", str(tmp_path / "host"), "--resume", "auto"]) == 0
+        for name in ("plain", "host"):
+            adapter = str(tmp_path / f"{name}-adapter")
+            assert run_command_line(["convert", str(tmp_path / name), adapter, "--to", "peft"]) == 0
     expected = last_tensors(tmp_path / "plain")
     actual = last_tensors(tmp_path / "host")
     assert actual.keys() == expected.keys()
     for name in expected.keys() - {name for name in expected if name.startswith("random")}:
         assert torch.equal(actual[name], expected[name]), name
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        written = tmp_path / "host-adapter" / file
+        assert written.read_bytes() == (tmp_path / "plain-adapter" / file).read_bytes()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moefold.config.errors import UserError
+from moefold.layout.environment import Rendezvous
 from moefold.plan.machine.gpu import find_gpu_by_name
+from moefold.plan.machine.this_machine import MachineMemory
+from moefold.plan.memory.fit_proposals import propose_changes
+from moefold.plan.memory.machine_fit import MachineFit, ranks_of_machine
 from moefold.plan.memory.peak_memory import fullest_rank, memory_by_rank
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
@@ -53,3 +57,16 @@ def test_trained_experts_are_refused():
     words = [HOST, "--lora.rank=0", "--optim.groups=blocks.?.moe.experts.*: frozen"]
     with pytest.raises(UserError, match=r"blocks\.10\.moe\.experts\.gate_up is trained"):
         memory_by_rank(setting(*words))
+
+
+def test_it_is_proposed_where_adapters_do_not_fit_a_small_card_otherwise():
+    """And the regions that are proposed beside it keep it."""
+    place = ranks_of_machine(Rendezvous())
+    machine = MachineMemory((32 * GIB,), 256 * GIB)
+    words = [*WORDS, "--train.device=cuda", "--train.precision=bf16", "--checkpoint.every=0"]
+    config = resolve_recipe("qwen3-30b-a3b", words, 1)
+    shown = propose_changes(MachineFit(config, place, machine))
+    assert "--memory.offload expert_weights" in shown
+    words = [*words, HOST, "--memory.recompute=", "--train.micro_batch=2"]
+    shown = propose_changes(MachineFit(resolve_recipe("qwen3-30b-a3b", words, 1), place, machine))
+    assert "--memory.offload expert_weights,layer" in shown
