@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from moefold.dispatch.base import Rows
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_share import held_share_of
+from moefold.layout.host_copies import host_copies_of
 from moefold.layout.weight_copies import keeps_values
 from moefold.model.steps import Carry, Step, StepRewrite, Steps, inside_recompute
 from moefold.optim.optimizer import MAIN_KIND
@@ -112,7 +114,7 @@ def bad_state(run: Run) -> BadPlace | None:
             found.append(place_in_parameter(order, rank, kind, parameter, first + element, value))
     run.parameters.await_all_buckets()
     for number, parameter in enumerate(declared_parameters(run.model)):
-        tensor = parameter.tensor
+        tensor = weight_on_host(parameter.tensor)
         element = first_bad(tensor) if keeps_values(tensor) else None
         if element is not None:
             windows = owned.get(parameter.name, [])
@@ -127,6 +129,14 @@ def bad_state(run: Run) -> BadPlace | None:
             value = name_of_value(buffer, element)
             found.append(BadPlace((STATE, 3, 0, number), rank, "buffer", name, layer_of_parameter(name), value=value))
     return min(found, key=lambda place: place.order, default=None)
+
+
+def weight_on_host(parameter: Tensor) -> Tensor:
+    """The values of a frozen weight where they lie for good; the parameter itself where that is its device."""
+    share = held_share_of(parameter)
+    if share is None or not host_copies_of(parameter):
+        return parameter
+    return share.values
 
 
 def bad_shares(run: Run) -> Iterator[BadPlace]:

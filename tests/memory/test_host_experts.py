@@ -25,6 +25,7 @@ from moefold.memory.host_experts import FetchedExperts
 from moefold.model.steps import PassKey, PassKind, Step
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import Run, assemble_run
+from moefold.train.finite_checks import bad_state
 from moefold.train.parity import random_corpus
 from moefold.train.step import take_next_step
 from tests.support.ranks import run_ranks
@@ -151,6 +152,17 @@ def test_each_layer_is_fetched_ahead_and_no_more_often_than_two_units_need():
     microbatches = config.train.global_batch // config.train.micro_batch
     assert microbatches > 1
     assert window.fetched_bytes - before == steps * microbatches * 2 * (layers - 2) * unit
+
+
+def test_a_bad_weight_is_found_while_it_is_on_the_host():
+    run = assembled(on_host(deep_config()))
+    assert bad_state(run) is None
+    name = "blocks.3.moe.experts.down"
+    (copy,) = host_copies_of(run.model.get_parameter(name))
+    copy.on_host.view(-1)[5] = torch.nan
+    bad = bad_state(run)
+    assert bad is not None
+    assert (bad.kind, bad.tensor, bad.expert) == ("weight", name, 0)
 
 
 def compare_layouts(world: World, configs: list[Config]) -> list[str]:
