@@ -73,13 +73,15 @@ def layer_kind(product: ProductSpec, config: Config) -> str:
     return "MoE layer" if is_moe_layer(config.model, product.layer) else "dense layer"
 
 
-def recipe_in_words(recipe: str, precision: PrecisionConfig, dtype: str) -> dict[str, str]:
-    """What the three products of a recipe read, and how they sum."""
+def recipe_in_words(
+    recipe: str, precision: PrecisionConfig, dtype: str, has_micro_formats: bool = False
+) -> dict[str, str]:
+    """What the three products of a recipe read, and how they sum. `has_micro_formats`: the card multiplies them."""
     spec = RECIPE_SPECS[recipe]
     if not spec.quantises:
         return dict.fromkeys(("forward", "data_gradient", "weight_gradient"), dtype)
     if spec.is_emulated:
-        return micro_format_in_words(spec, precision)
+        return micro_format_in_words(spec, precision, has_micro_formats)
     gradient = precision.gradient_format
     rows = row_scales_in_words(spec, precision)
     weight = f"W e4m3, {WEIGHT_SCALES_IN_WORDS[spec.weight]}"
@@ -91,8 +93,16 @@ def recipe_in_words(recipe: str, precision: PrecisionConfig, dtype: str) -> dict
     }
 
 
-def micro_format_in_words(spec: RecipeSpec, precision: PrecisionConfig) -> dict[str, str]:
-    """Operands of MXFP8 and NVFP4. Their products are emulated."""
+EMULATED = "emulated: product of dequantised operands"
+SUMS_OF_TENSOR_CORES = {
+    "mxfp8": "product of the tensor cores (scaled_mm, scaled_grouped_mm; never run)",
+    "nvfp4": "product of the tensor cores (scaled_mm; never run), emulated for experts",
+}
+EMULATED_FOR_EXPERTS = "product of the tensor cores (scaled_mm; never run), emulated for experts"
+
+
+def micro_format_in_words(spec: RecipeSpec, precision: PrecisionConfig, has_formats: bool) -> dict[str, str]:
+    """Operands of MXFP8 and NVFP4. Their products are emulated where the card does not have them."""
     micro = MICRO_FORMATS_IN_WORDS[spec.format]
     has_squares = squares_in_use(spec.format, precision.weight_blocks)
     weight = f"W {micro.values}, {micro.scale} for {micro.square if has_squares else micro.row}"
@@ -102,11 +112,11 @@ def micro_format_in_words(spec: RecipeSpec, precision: PrecisionConfig) -> dict[
     if spec.format == "nvfp4":
         gradient += ", stochastic rounding" if precision.stochastic else ""
         columns = f"{gradient}, of dy and x behind a Hadamard transform" if precision.hadamard else gradient
-    sums = "emulated: product of dequantised operands"
+    sums = SUMS_OF_TENSOR_CORES[spec.format] if has_formats else EMULATED
     return {
         "forward": f"x {rows}; {weight}; {sums}",
         "data_gradient": f"dy {gradient}; {weight}; {sums}",
-        "weight_gradient": f"x and dy {columns}; {sums}",
+        "weight_gradient": f"x and dy {columns}; {EMULATED_FOR_EXPERTS if has_formats else EMULATED}",
     }
 
 

@@ -359,7 +359,8 @@ def describe_products(config: Config, facts: Facts) -> Description:
     for kind, count in product_formats(config).items():
         kinds.append({"count": count, **asdict(kind)})
     used = dict.fromkeys(kind["recipe"] for kind in kinds)
-    recipes = {recipe: recipe_in_words(recipe, config.precision, facts.dtype) for recipe in used}
+    has_formats = facts.multiplies_micro_formats
+    recipes = {recipe: recipe_in_words(recipe, config.precision, facts.dtype, has_formats) for recipe in used}
     storage = storage_in_words(config.precision, facts.dtype)
     return {"recipes": recipes, "kinds": kinds, "storage": storage}
 

@@ -64,6 +64,11 @@ class Facts:
     built_in_score: bool = True  # the router's score is one that its kernels know
     triton: bool = field(default_factory=has_triton)  # whether Triton is installed there
 
+    @property
+    def multiplies_micro_formats(self) -> bool:
+        """Whether tensor cores multiply MXFP8 and NVFP4: those of Blackwell's data centre cards."""
+        return self.device == "cuda" and self.capability[0] == 10
+
     def rows_aligned_to(self, alignment: int) -> bool:
         """Whether rows of `hidden` and rows of `ffn` elements begin at multiples of so many bytes."""
         element = BYTES_PER_ELEMENT[self.dtype]

@@ -1,5 +1,5 @@
-"""Microscaling recipes, MXFP8 and NVFP4, emulated: operands are quantised and stored as these formats have them, and
-products multiply what the operands stand for, in fp32 on a CPU and in bf16, which holds it exactly, on a GPU.
+"""Microscaling recipes, MXFP8 and NVFP4: operands are quantised and stored as these formats have them. Products are
+emulated (micro_products.py), or those of a card that has the formats (micro_hardware.py).
 
 Rows, columns and weights are quantised from the source, each for the product that reads it. The weight gradient reads
 copies in blocks of rows of one expert; a dense layer is one expert.
@@ -15,45 +15,18 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Products, ends_of_rows
-from moefold.kernels.quantise.row_blocks import RowBlocks, blocks_to_rows, expert_of_rows, row_blocks, rows_to_blocks
+from moefold.kernels.quantise.row_blocks import RowBlocks, row_blocks, rows_to_blocks
 from moefold.layout.counter_random import RandomCounters, random_counters
 from moefold.layout.weight_copies import cached_copy
 from moefold.precision.linear import PlacedWeight, RecipeTensors
-from moefold.precision.micro_formats import MICRO_FORMATS, MicroFormat, MicroMatrix, MicroSource, decode_factor
-
-
-class MicroOperand(NamedTuple):
-    """Rows of an input or a gradient. `padded_ends_E`: where each expert's rows end in the column copy."""
-
-    ends_E: Tensor
-    padded_ends_E: Tensor
-    rows: MicroMatrix | None
-    columns: MicroMatrix
-
-    def along_columns(self) -> MicroOperand:
-        return self._replace(rows=None)
-
-
-class WeightMatrix(NamedTuple):
-    """A matrix, or one for each expert, of so many rows and columns; the values may be padded."""
-
-    matrix: MicroMatrix
-    rows: int
-    columns: int
-
-
-class MicroWeight(NamedTuple):
-    """Copies of a weight (N, D) or (E, N, D) along D, and of its transpose along N."""
-
-    forward: WeightMatrix
-    transposed: WeightMatrix
+from moefold.precision.micro_formats import MICRO_FORMATS, MicroFormat, MicroSource
+from moefold.precision.micro_hardware import HardwareProducts
+from moefold.precision.micro_products import MicroOperand, MicroProducts, MicroWeight, WeightMatrix
 
 
 class RowDraws(NamedTuple):
@@ -82,8 +55,9 @@ class MicroscalingRecipe:
         hashed = crc32(seed_and_name.encode())
         self.stream = hashed << 1
         self.numbers = RowNumbering(weight)
-        products = MicroProducts(self.format, kernels)
-        self.products: Products | None = products
+        has_format = kernels.facts.multiplies_micro_formats
+        make_products = HardwareProducts if has_format else MicroProducts
+        self.products: Products | None = make_products(self.format, kernels)
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> MicroOperand:
         ends_E = ends_of_rows(x, rows)
@@ -179,84 +153,3 @@ class RowNumbering:
 
     def of_rows(self, number_R: Tensor, expert_R: Tensor) -> Tensor:
         return number_R * self.experts + self.first_expert + expert_R
-
-
-class MicroProducts:
-    """The products of operands in a micro format. The scale of a whole matrix is applied to finished sums."""
-
-    def __init__(self, format: MicroFormat, kernels: BoundKernels):
-        self.format = format
-        self.multiply_rows = kernels[grouped_gemm]
-        self.multiply_columns = kernels[grouped_gemm_weight]
-
-    def forward(self, x: MicroOperand, w: MicroWeight, bias: Tensor | None) -> Tensor:
-        y_RN = self.product(x, w.forward)
-        if bias is None:
-            return y_RN
-        bias_N = bias.to(y_RN.dtype)
-        return y_RN + bias_N
-
-    def data(self, dy: MicroOperand, w: MicroWeight, into: Tensor | None) -> Tensor:
-        dx_RD = self.product(dy, w.transposed)
-        if into is None:
-            return dx_RD
-        return into.add_(dx_RD)
-
-    def product(self, a: MicroOperand, b: WeightMatrix) -> Tensor:
-        rows = a.rows
-        assert rows is not None, "an operand of the weight gradient alone"
-        padded_a = self.values(rows)
-        padded_b = self.values(b.matrix)
-        a_RK = padded_a[:, : b.columns]
-        b_NK = padded_b[..., : b.rows, : b.columns]
-        device = a_RK.device
-        of_rows = decode_factor(rows.encode, device)
-        of_weight = decode_factor(b.matrix.encode, device)
-        if b_NK.dim() == 2:
-            y_RN = a_RK @ b_NK.T
-        else:
-            left = a_RK.contiguous()
-            right = b_NK.contiguous()
-            y_RN = self.multiply_rows(left, right, a.ends_E)
-            count = len(a_RK)
-            expert_R = expert_of_rows(a.ends_E, count)
-            of_weight = factor_of_experts(of_weight, expert_R)
-        return y_RN.float() * of_rows * of_weight
-
-    def weight(self, dy: MicroOperand, x: MicroOperand, weight: Tensor) -> Tensor | None:
-        dy_PN = self.padded_rows(dy)
-        x_PD = self.padded_rows(x)
-        if weight.dim() == 2:
-            product = dy_PN.T @ x_PD
-            dw_END = product[None]
-        else:
-            left = dy_PN.contiguous()
-            right = x_PD.contiguous()
-            dw_END = self.multiply_columns(left, right, x.padded_ends_E)
-        device = dw_END.device
-        dy_encode = dy.columns.encode
-        x_encode = x.columns.encode
-        of_dy = decode_factor(dy_encode, device)
-        of_x = decode_factor(x_encode, device)
-        scaled_END = dw_END.float() * of_dy * of_x
-        scaled = scaled_END.view(weight.shape)
-        return scaled.to(weight.dtype)
-
-    def padded_rows(self, operand: MicroOperand) -> Tensor:
-        """Rows of the column copy."""
-        values_BDK = self.values(operand.columns, transposed=True)
-        return blocks_to_rows(values_BDK)
-
-    def values(self, matrix: MicroMatrix, transposed: bool = False) -> Tensor:
-        dtype = torch.bfloat16 if matrix.values.is_cuda else torch.float32
-        return self.format.exact_values(matrix, dtype, transposed)
-
-
-def factor_of_experts(factor: Tensor, expert_R: Tensor) -> Tensor:
-    """The factor of each row's expert, (R, 1); 1 for a row without an expert, or where all have the same."""
-    if factor.dim() == 0:
-        return factor
-    factor_E = factor.flatten()
-    padded_E = pad(factor_E, (0, 1), value=1.0)
-    factor_R = padded_E[expert_R]
-    return factor_R[:, None]

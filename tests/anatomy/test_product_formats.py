@@ -67,3 +67,11 @@ def test_the_place_of_the_gate_is_advised_where_rows_share_a_scale():
 def test_the_recipe_of_experts_decides_their_kernel():
     assert experts_recipe(tiny()) == "plain"
     assert experts_recipe(tiny("--precision.recipe=fp8_row", "--precision.exclude_first=2")) == "fp8_row"
+
+
+def test_products_of_a_card_that_has_the_formats_are_not_called_emulated():
+    words = recipe_in_words("mxfp8", PrecisionConfig(), "bf16", has_micro_formats=True)
+    assert "tensor cores" in words["forward"]
+    assert "emulated" not in words["forward"] + words["data_gradient"]
+    assert words["weight_gradient"].endswith("emulated for experts")
+    assert recipe_in_words("mxfp8", PrecisionConfig(), "bf16")["forward"].endswith("dequantised operands")
