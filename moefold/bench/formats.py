@@ -3,7 +3,8 @@ bytes that it saves for backward, and its time.
 
 All layers have the same bf16 weights, tokens and output gradient, drawn at random; the judge is the layer in fp64 with
 the same numbers. Tokens are those whose choice of experts is clear, so that every layer routes them alike. An error is
-|a - b| / |b| over all entries. mxfp8 and nvfp4 are emulated on every device: their time is that of the emulation.
+|a - b| / |b| over all entries. mxfp8 and nvfp4 are emulated where the card does not have them, and their time is that
+of the emulation.
 T tokens, K experts of a token, D hidden width, F inner width, E experts.
 """
 

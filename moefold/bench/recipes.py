@@ -40,7 +40,7 @@ from moefold.config.run import (
     TrainConfig,
 )
 
-COLOURS = ("#111827", "#6b7280", "#d1d5db", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#b45309")
+COLOURS = ("#111827", "#6b7280", "#d1d5db", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#b45309", "#0e7490")
 SAME_SEED = "plain, seed 1"  # as the recipes
 WINDOW = 25  # steps of the mean that is drawn
 

@@ -113,13 +113,16 @@ class MicroProducts:
 def scaled_rows(y_RN: Tensor, a: MicroOperand, b: WeightMatrix) -> Tensor:
     """Finished sums times the scales of whole matrices, fp32."""
     assert a.rows is not None, "an operand of the weight gradient alone"
+    if a.rows.encode is None:  # then the weight has none either
+        return y_RN.float()
     device = y_RN.device
     of_rows = decode_factor(a.rows.encode, device)
     of_weight = decode_factor(b.matrix.encode, device)
     if b.matrix.values.dim() == 3:
         expert_R = expert_of_rows(a.ends_E, len(y_RN))
         of_weight = factor_of_experts(of_weight, expert_R)
-    return y_RN.float() * of_rows * of_weight
+    factor_R1 = of_rows * of_weight
+    return y_RN * factor_R1  # one pass, in fp32
 
 
 def factor_of_experts(factor: Tensor, expert_R: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from moefold.bench.recipes import last_losses, moving_mean
+from moefold.bench.options import RecipesOptions
+from moefold.bench.recipes import COLOURS, last_losses, moving_mean
 from moefold.cli.bench import run_command
+from moefold.config.precision_recipes import RECIPE_SPECS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the larger model would run")
@@ -43,3 +45,7 @@ def test_the_distance_is_a_share_of_the_plain_run_with_the_same_seed():
 
 def test_the_first_means_are_over_fewer_steps():
     assert moving_mean([1.0, 3.0, 5.0]) == [1.0, 2.0, 3.0]
+
+
+def test_every_recipe_and_three_plain_runs_have_a_colour_of_their_own():
+    assert len(set(COLOURS)) >= sum(spec.quantises for spec in RECIPE_SPECS.values()) + RecipesOptions().seeds
