@@ -240,7 +240,7 @@ def test_regions_that_communicate_are_equal_to_the_bit_on_every_rank(layout: str
     degrees = [*SIZES, "--train.global_batch", "8", "--model.attention.kv_heads", "2", *words]
     config = with_few_microbatches(resolve_recipe("tiny", degrees, size), size)
     choices = choices_for(config, size)
-    if layout == "zero bubble":
+    if layout in ("zero bubble", "paired"):
         choices += STASHES
     configs = [config, *(recomputing(config, choice) for choice in choices)]
     for kept, *rebuilt in run_ranks(trace_choices, size, configs):

@@ -1,4 +1,5 @@
-"""Compile the kernels of quantisation for Hopper, which needs no GPU, and print how each casts and stores.
+"""Compile the kernels of quantisation and of stashed rows for Hopper, which needs no GPU, and print how each casts and
+stores.
 
 A cast makes two bytes in one 16-bit register. Where that register is both stored whole, as half of four bytes, and
 split into its bytes, ptxas 12.8 makes code that splits a register before the cast has written it: the transposed bytes
@@ -20,6 +21,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK
+from moefold.kernels.experts import row_stash_triton
 from moefold.kernels.quantise import (
     gather_tiles_triton,
     hadamard_triton,
@@ -131,6 +133,19 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
     yield "micro maxima", compile_for_hopper(line_maxima_triton.line_maxima_kernel, types, {"SPAN": 4096}, options)
 
 
+def stash_kernels() -> Iterator[tuple[str, str]]:
+    """Elements of four bytes, and of one."""
+    module = row_stash_triton
+    names = ("state_4", "taken_2", "pages_M", "ring_P")
+    types = {"last_end": INT32} | dict.fromkeys(names, "*i64")
+    yield "take pages", compile_for_hopper(module.take_pages_kernel, types, {"ROWS": 64}, {"num_warps": 1})
+    for element, cell in ((INT32, 64), ("*u8", 256)):
+        types |= {"x_RW": element, "pool_PC": element}
+        constants = {"ROWS": 64, "CELL": cell, "RETURNS": True}
+        for about, kernel in (("push rows", module.push_rows_kernel), ("pop rows", module.pop_rows_kernel)):
+            yield f"{about}, {element}", compile_for_hopper(kernel, types, constants, {"num_warps": 4})
+
+
 CAST = re.compile(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)")
 STORED_WHOLE = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
 SPLIT = re.compile(r"shr\.[su]16\s+%rs\d+, (%rs\d+), 8")
@@ -143,7 +158,7 @@ def casts_stored_and_split(ptx: str) -> int:
 
 
 def main() -> None:
-    for kernels in (tile_kernels(), weight_kernels(), row_kernels(), micro_kernels()):
+    for kernels in (tile_kernels(), weight_kernels(), row_kernels(), micro_kernels(), stash_kernels()):
         for name, ptx in kernels:
             casts = len(CAST.findall(ptx))
             torn = casts_stored_and_split(ptx)
