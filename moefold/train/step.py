@@ -154,6 +154,7 @@ def repeat_without_stash(run: Run, batch: Batch, outputs: StepOutputs) -> StepOu
     flag = ToHost(outputs.overflowed)
     if not flag.read():
         return outputs
+    run.stash.repeated_steps += 1
     with run.stash.without_stash():
         return compute_step(run, batch)
 
