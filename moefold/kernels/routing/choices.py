@@ -18,6 +18,8 @@ TRITON_ROWS = Choice(
     "triton", triton_runs, "cuda with Triton", "reads and writes each row once; its backward is the other's forward"
 )
 
+TRITON_PARCELS = Choice("triton", triton_runs, "cuda with Triton", "one pass over the choices; no atomics")
+
 CHOICES: Choices = {
     "router_logits": (
         Choice(
@@ -47,8 +49,8 @@ CHOICES: Choices = {
         TRITON_ROWS,
         Choice("gather_backward", always_runs, "nothing", "its backward is a gather of the tokens' gradients"),
     ),
-    "count_parcels": (),
-    "place_parcels": (),
-    "push_rows": (),
-    "sum_peer_rows": (),
+    "count_parcels": (TRITON_PARCELS,),
+    "place_parcels": (TRITON_PARCELS,),
+    "push_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads a row once for all ranks it goes to"),),
+    "sum_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads rows where they lie, sums in fp32"),),
 }

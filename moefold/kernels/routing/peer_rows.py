@@ -81,6 +81,34 @@ def sum_peer_rows(rooms: list[Tensor], slots_Tn: Tensor) -> Tensor:
     return sum_TD.to(rows_TnD.dtype)
 
 
+@count_parcels.register_fast("triton")
+def count_parcels_triton(rank_TK: Tensor, ranks: int) -> Tensor:
+    from moefold.kernels.routing.peer_rows_triton import launch_count_parcels
+
+    return launch_count_parcels(rank_TK, ranks)
+
+
+@place_parcels.register_fast("triton")
+def place_parcels_triton(rank_TK: Tensor, tokens_sn: Tensor, sender: int, most: int) -> Tensor:
+    from moefold.kernels.routing.peer_rows_triton import launch_place_parcels
+
+    return launch_place_parcels(rank_TK, tokens_sn, sender, most)
+
+
+@push_rows.register_fast("triton")
+def push_rows_triton(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
+    from moefold.kernels.routing.peer_rows_triton import launch_push_rows
+
+    launch_push_rows(x_TD, slots_Tn, rooms)
+
+
+@sum_peer_rows.register_fast("triton")
+def sum_peer_rows_triton(rooms: list[Tensor], slots_Tn: Tensor) -> Tensor:
+    from moefold.kernels.routing.peer_rows_triton import launch_sum_peer_rows
+
+    return launch_sum_peer_rows(rooms, slots_Tn)
+
+
 PARCEL_CASE_SIZES = [  # T, K, D, n
     (1, 1, 4, 2),
     (33, 2, 16, 4),
