@@ -62,6 +62,7 @@ from moefold.printable import human_readable
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
 STASH_OPS = {"push_rows", "pop_rows"}
+PEER_OPS = {"count_parcels", "place_parcels", "push_peer_rows", "sum_peer_rows"}  # of the dispatcher symmetric
 MUON_OPS = {"muon_momentum", "newton_schulz", "muon_weights"}
 RING_OPS = {
     "attention_block",
@@ -478,6 +479,8 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
         ops.add("largest_logit")
     if config.memory.stash != "none":
         ops |= STASH_OPS
+    if config.parallel.dispatcher == "symmetric":
+        ops |= PEER_OPS
     for layer in layers:
         for step in layer.steps:
             ops.update(step.ops)
@@ -764,6 +767,8 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
         return ["products"]
     if op in FP8_EXPERT_OPS | STASH_OPS:
         return ["experts"]
+    if op in PEER_OPS:
+        return ["plan", "dispatch", "combine"]
     if op in FP8_STORAGE_OPS:
         return ["weights"]
     if op == "token_losses":

@@ -27,7 +27,7 @@ from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.traffic import Traffic
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.peer_rows import count_parcels, place_parcels, push_rows, sum_peer_rows
+from moefold.kernels.routing.peer_rows import count_parcels, place_parcels, push_peer_rows, sum_peer_rows
 from moefold.layout.axes import World
 
 WORD = torch.int64
@@ -58,7 +58,7 @@ class SymmetricHop:
         self.rows = rows
         self.count_parcels = kernels[count_parcels]
         self.place_parcels = kernels[place_parcels]
-        self.push_rows = kernels[push_rows]
+        self.push_peer_rows = kernels[push_peer_rows]
         self.sum_peer_rows = kernels[sum_peer_rows]
 
     def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
@@ -109,7 +109,7 @@ class SymmetricHop:
     def push(self, x_TD: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
         """x_ND: the rows that arrive. They are copied out of the room, which the exchange after the next overwrites."""
         rooms = self.rooms_for(x_TD)
-        self.push_rows(x_TD.contiguous(), leg.slots_Ts, rooms)
+        self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, rooms)
         self.arena.exchange(what)
         own = rooms[self.index]
         return own[: self.rows.arriving].clone()

@@ -15,6 +15,7 @@ from moefold.cli.explain import (
     FP8_OPS,
     FP8_STORAGE_OPS,
     MICRO_OPS,
+    PEER_OPS,
     STASH_OPS,
     describe_regions,
 )
@@ -234,7 +235,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
-RARE |= {"token_losses"} | EVERY_MICRO_OP | STASH_OPS
+RARE |= {"token_losses"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
@@ -256,6 +257,8 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")
     assert set(swaps["kernels"]) == USED
+    direct = explained("tiny", "--nproc", "2", "--parallel.ep", "2", "--parallel.dispatcher", "symmetric")
+    assert set(direct["kernels"]) == USED | PEER_OPS
     dpo = explained("tiny", "--train.objective", "dpo", *PREFERENCES)
     assert set(dpo["kernels"]) == USED - {"cross_entropy"} | {"token_losses"}
     assert "a frozen copy of the first weights" in dpo["objective"]

@@ -667,7 +667,7 @@ def plain_place_parcels(rank_of, counts, sender, most):
     return slots
 
 
-def plain_push_rows(x, slots, rooms):
+def plain_push_peer_rows(x, slots, rooms):
     for line, rows in zip(slots, x, strict=True):
         for room, slot in zip(rooms, line, strict=True):
             if slot >= 0:

@@ -51,6 +51,6 @@ CHOICES: Choices = {
     ),
     "count_parcels": (TRITON_PARCELS,),
     "place_parcels": (TRITON_PARCELS,),
-    "push_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads a row once for all ranks it goes to"),),
+    "push_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads a row once for all ranks it goes to"),),
     "sum_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads rows where they lie, sums in fp32"),),
 }

@@ -2,7 +2,7 @@
 
     count_parcels   rank_TK -> counts_2n          tokens, and choices, for each rank
     place_parcels   rank_TK, counts -> slots_Tn   the row of each token in the room of each of its ranks
-    push_rows       x_TD -> rooms                 room[i][slots[t, i]] = x[t]
+    push_peer_rows  x_TD -> rooms                 room[i][slots[t, i]] = x[t]
     sum_peer_rows   rooms -> y_TD                 y[t] = sum_i room[i][slots[t, i]]
 
 T tokens, K choices of a token, D width, n ranks that hold experts, s ranks that send. A token has one row on each rank
@@ -56,7 +56,7 @@ def place_parcels(rank_TK: Tensor, tokens_sn: Tensor, sender: int, most: int) ->
 
 
 @register_in_place_op
-def push_rows(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
+def push_peer_rows(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
     """Write each token to its row in the room of each rank. Other ranks write to the same rooms, so no other row may be
     touched but the last of a room, which is of no use: here it takes the tokens that do not go there, whose list the
     host would have to wait for."""
@@ -95,11 +95,11 @@ def place_parcels_triton(rank_TK: Tensor, tokens_sn: Tensor, sender: int, most: 
     return launch_place_parcels(rank_TK, tokens_sn, sender, most)
 
 
-@push_rows.register_fast("triton")
-def push_rows_triton(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
-    from moefold.kernels.routing.peer_rows_triton import launch_push_rows
+@push_peer_rows.register_fast("triton")
+def push_peer_rows_triton(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
+    from moefold.kernels.routing.peer_rows_triton import launch_push_peer_rows
 
-    launch_push_rows(x_TD, slots_Tn, rooms)
+    launch_push_peer_rows(x_TD, slots_Tn, rooms)
 
 
 @sum_peer_rows.register_fast("triton")
@@ -175,8 +175,8 @@ def placed_cases(draw: CaseInputs) -> Iterator[PlacedCase]:
         yield PlacedCase(name, slots_Tn, rooms, rows)
 
 
-@push_rows.register_cases
-def push_rows_cases(draw: CaseInputs) -> Cases:
+@push_peer_rows.register_cases
+def push_peer_rows_cases(draw: CaseInputs) -> Cases:
     for name, slots_Tn, rooms, rows in placed_cases(draw):
         width = rooms[0].shape[1]
         x_TD = draw.normal(len(slots_Tn), width)

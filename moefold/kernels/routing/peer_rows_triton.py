@@ -83,7 +83,7 @@ def load_room(addresses, rank, like):
 
 
 @triton.jit
-def push_rows_kernel(x_TD, slots_Tn, addresses, D, RANKS: constexpr, COLS: constexpr):
+def push_peer_rows_kernel(x_TD, slots_Tn, addresses, D, RANKS: constexpr, COLS: constexpr):
     """A part of one token, read once and written to the room of each of its ranks."""
     t = wide_program_id(0)
     c = program_block(1, COLS)
@@ -150,14 +150,14 @@ def launch_place_parcels(rank_TK: Tensor, tokens_sn: Tensor, sender: int, most: 
     return slots_Tn
 
 
-def launch_push_rows(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
+def launch_push_peer_rows(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
     tokens, d = x_TD.shape
     if not x_TD.numel():
         return
     addresses = address_table(rooms, x_TD.device)
     cols = columns_of_program(d, 1024)
     grid = (tokens, triton.cdiv(d, cols))
-    launch = push_rows_kernel[grid]
+    launch = push_peer_rows_kernel[grid]
     launch(x_TD.contiguous(), slots_Tn.contiguous(), addresses, d, len(rooms), cols)
 
 

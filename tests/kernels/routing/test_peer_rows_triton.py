@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.routing import peer_rows_triton
-from moefold.kernels.routing.peer_rows import count_parcels, drawn_ranks, place_parcels, push_rows, sum_peer_rows
+from moefold.kernels.routing.peer_rows import count_parcels, drawn_ranks, place_parcels, push_peer_rows, sum_peer_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 20
@@ -40,8 +40,8 @@ def test_the_trip_of_tokens_of_all_ranks_is_that_of_the_references(tokens: int, 
     for sender, (rank_TK, x_TD) in enumerate(zip(chosen, sources, strict=True)):
         slots_Tn = peer_rows_triton.launch_place_parcels(rank_TK, tokens_sn, sender, most)
         assert torch.equal(slots_Tn, place_parcels(rank_TK, tokens_sn, sender, most))
-        peer_rows_triton.launch_push_rows(x_TD, slots_Tn, rooms)
-        push_rows(x_TD, slots_Tn, expected_rooms)
+        peer_rows_triton.launch_push_peer_rows(x_TD, slots_Tn, rooms)
+        push_peer_rows(x_TD, slots_Tn, expected_rooms)
         placed.append(slots_Tn)
     for mine, expected in zip(rooms, expected_rooms, strict=True):
         assert torch.equal(mine[:most], expected[:most])
