@@ -12,6 +12,7 @@ from moefold.anatomy.step_specs import prefixed_model_steps
 from moefold.api.choices import Device, describe_kernels, module_config
 from moefold.api.presets import preset, with_keys
 from moefold.config.errors import UserError
+from moefold.config.memory_regions import entries_of_expert_weights
 from moefold.config.rules import check_config
 from moefold.config.run import Config
 from moefold.generate.decode import check_prompts, decode_ids, evaluating, tokens_that_fit
@@ -29,6 +30,15 @@ class ModelOutput(NamedTuple):
     loss: Tensor | None
     logits: Tensor | None
     aux: Tensor
+
+
+def refuse_policies_of_steps(config: Config) -> None:
+    """Refuse memory policies that need a run's step: weights that are fetched ahead, rows that a step guards."""
+    memory = config.memory
+    if entries_of_expert_weights(memory.offload):
+        raise UserError("memory.offload = expert_weights is of runs; expected it to be left out of a model alone")
+    if memory.stash != "none":
+        raise UserError(f"memory.stash = {memory.stash} is of runs; set it to none for a model alone")
 
 
 class Model(nn.Module):
@@ -51,6 +61,7 @@ class Model(nn.Module):
             config = with_keys(config, {"seq_len": seq_len}, "data.")
         config, self.world = module_config(config, device, dtype, None)
         self.config = check_config(config, 1)
+        refuse_policies_of_steps(self.config)
         kernels = choose_kernels(self.config, self.world)
         self.transformer = build_model(self.config, self.world, kernels)
 

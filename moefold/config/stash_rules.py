@@ -90,17 +90,19 @@ def stashed_rows_stay_on_the_device(c: ConfigOnRanks) -> bool:
 
 def keeps_rows_of_experts(c: ConfigOnRanks) -> bool:
     """Whether the experts of some layer lie outside of recomputed regions."""
-    every_layer = frozenset(range(layer_count(c)))
+    moe = c.model.moe
+    every_layer = range(moe.dense_layers, layer_count(c))
+    keeping = frozenset(layer for layer in every_layer if (layer + 1) % moe.every == 0)
     for name, layers in recomputed_regions(c).items():
         if "experts" in REGIONS[name].spans:
-            every_layer -= every_layer if layers is None else layers
-    return bool(every_layer)
+            keeping -= keeping if layers is None else layers
+    return bool(keeping)
 
 
 @STASH_RULES.rule(
     "a stash has rows to keep",
-    (STASH, "memory.recompute", "model.layers", "model.mtp"),
-    why="experts of recomputed layers keep no rows",
+    (STASH, "memory.recompute", "model.layers", "model.mtp", "model.moe.dense_layers", "model.moe.every"),
+    why="experts of recomputed layers, and dense layers, keep no rows",
     fix=WITHOUT_STASH,
 )
 def stash_has_rows_to_keep(c: ConfigOnRanks) -> bool:

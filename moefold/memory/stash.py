@@ -268,7 +268,8 @@ def attach_row_stash(model: Transformer, nbytes: int, returns: bool, device: tor
     kernels = kernels_of_experts(model)
     push = push_rows if kernels is None else kernels[push_rows]
     pop = pop_rows if kernels is None else kernels[pop_rows]
-    stash = RowStash(nbytes, returns, device, push, pop)
+    room = 0 if kernels is None else nbytes
+    stash = RowStash(room, returns, device, push, pop)
     model.rewrite_steps = StashingSteps(stash, model.rewrite_steps)
     return stash
 

@@ -129,7 +129,8 @@ class SavedTensorCounter:
         self.first_key: PassKey | None = None
         self.has_finished = False
         parameters = run.model.parameters()
-        self.seen = set(map(storage_address, parameters))
+        self.weights = set(map(storage_identity, parameters))  # whose memory may come and go
+        self.seen: set[int] = set()
         self.regions: list[Region] = []
         for module in run.model.modules():
             if isinstance(module, Region):
@@ -173,7 +174,8 @@ class SavedTensorCounter:
 
     def count(self, x: Tensor) -> Tensor:
         address = storage_address(x)
-        if not self.has_finished and address not in self.seen:
+        is_weight = storage_identity(x) in self.weights
+        if not self.has_finished and not is_weight and address not in self.seen:
             self.seen.add(address)
             place = " ".join(self.open.names)
             storage = x.untyped_storage()
@@ -188,6 +190,11 @@ def unpacked_as_saved(x: Tensor) -> Tensor:
 def storage_address(x: Tensor) -> int:
     storage = x.untyped_storage()
     return storage.data_ptr()
+
+
+def storage_identity(x: Tensor) -> int:
+    storage = x.untyped_storage()
+    return storage._cdata
 
 
 def resident_bytes(run: Run) -> ByteCounts:

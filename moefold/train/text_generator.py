@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ShowText = Callable[[int, str], None]  # the number of a prompt, and text that follows it
 DEFAULT_TOKENS = 200
+END_OF_BEGINNING = "<end of the beginning of an answer>"
 
 
 @dataclass(frozen=True)
@@ -112,22 +113,33 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
 def render_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]], continues: bool = False) -> str:
     """Messages in the tokenizer's chat template, up to where the assistant goes on: behind the last of them, or, with
     `continues`, in it."""
+    if continues:
+        return render_begun_answer(tokenizer, messages)
+    return render_chat(tokenizer, messages, asks=True)
+
+
+def render_chat(tokenizer: Tokenizer, messages: list[dict[str, Any]], asks: bool) -> str:
     template = chat_template_of(tokenizer)
     try:
-        rendered = template.render(Chat(messages), asks=not continues)
+        return template.render(Chat(messages), asks=asks).text
     except ValueError as error:
         raise UserError(f"the prompt {error}") from None
-    text = rendered.text
-    if not continues:
-        return text
-    begun = str(messages[-1]["content"]).strip()
-    place = text.rfind(begun)
-    if place < 0:
+
+
+def render_begun_answer(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
+    """Messages up to the end of the last one, which a mark shows. A template that strips messages takes the mark's last
+    space away, and would take the message's."""
+    *earlier, last = messages
+    begun = str(last["content"])
+    marked = {**last, "content": begun + END_OF_BEGINNING + " "}
+    text = render_chat(tokenizer, [*earlier, marked], asks=False)
+    before, mark, behind = text.rpartition(END_OF_BEGINNING)
+    if not mark:
         raise UserError(
             f"the chat template leaves out {json.dumps(begun[:80])}, with which an answer is to begin; take that from "
             "the task, or leave out --chat"
         )
-    return text[: place + len(begun)]
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def show_nothing(_: int, text: str) -> None: ...

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import moefold
 from moefold.config.errors import UserError
+from moefold.presets.recipe import resolve_recipe
 
 
 def test_a_model_gives_logits_a_loss_or_both():
@@ -21,6 +24,11 @@ def test_a_model_gives_logits_a_loss_or_both():
     assert model(ids, labels).logits is None
     assert model(ids).loss is None
     assert torch.equal(model(ids).logits, both.logits)
+    for words in ({"stash": "pages"}, {"offload": ("expert_weights",)}):
+        config = resolve_recipe("tiny", ["--lora.rank=4", "--model.moe.balance.bias_rate=0"])
+        memory = replace(config.memory, **words)
+        with pytest.raises(UserError, match="is of runs"):
+            moefold.Model(replace(config, memory=memory), device="cpu")
     with pytest.raises(UserError, match="labels"):
         model(ids, ids)
 

@@ -252,6 +252,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "a stash has rows to keep": [
         ("--memory.stash=stack --memory.recompute=moe", 1, "memory.recompute = moe"),
         ("--memory.stash=stack --memory.recompute=experts@0-2,layer@3", 1, "layer@3"),
+        ("--memory.stash=stack --memory.recompute=experts@1-3 --model.moe.dense_layers=1", 1, "dense_layers = 1"),
     ],
     "a whole graph is of one rank": [
         ("--memory.graphs=whole --parallel.ep=2", 2, "parallel.ep = 2 is in the way"),

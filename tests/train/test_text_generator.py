@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 import moefold
+from moefold.data.tokenizer import load_tokenizer
 from moefold.generate.decode import decode_ids
 from moefold.generate.next_logits import model_logits
 from moefold.generate.sampling import Sampling
 from moefold.train.from_hf import from_hf
+from moefold.train.text_generator import render_messages
 from tests.support.hf_models import CASES, hf, make, save, tokens
 from tests.support.tiny_tokenizer import ENTRIES, write_tokenizer
 
@@ -78,6 +81,22 @@ def test_prompts_and_chats_are_encoded_as_transformers_encodes_them(folder: Path
     message = [{"role": "user", "content": text}]
     expected = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     assert list(generator.encode_chat(text)) == expected
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@pytest.mark.parametrize("begun", ["Answer: ", "end", "", " a <|im_end|> b"])
+def test_a_begun_answer_is_rendered_as_transformers_renders_it(begun: str, strips: bool, folder: Path, tmp_path: Path):
+    content = "message.content | trim" if strips else "message.content"
+    turn = "<|im_start|>{{ message.role }}\n{{ " + content + " }}<|im_end|>\n"
+    template = "{% for message in messages %}" + turn + "{% endfor %}"
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    (copy / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": begun}]
+    tokenizer = hf().PreTrainedTokenizerFast.from_pretrained(copy)
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ours = load_tokenizer(str(copy / "tokenizer.json"), ENTRIES)
+    assert render_messages(ours, messages, continues=True) == expected
 
 
 def test_text_is_that_of_transformers_and_of_a_batch(folder: Path):
