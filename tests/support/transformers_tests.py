@@ -1,0 +1,173 @@
+"""transformers' own test that compares implementations of experts, from its files, with moefold's behind the name
+grouped_mm: `_test_eager_matches_batched_and_grouped_inference` of tests/test_modeling_common.py. Needs the package
+`parameterized`.
+
+    python -m tests.support.transformers_tests FOLDER [FAMILY ...]
+
+FOLDER is an unpacked source distribution of the transformers that is installed. It has the common tests but none of
+its families' files: models of these sizes take their place, one for each class of language models. A family whose
+model cannot be made of them, or fails the test by transformers' own experts already, is named as not run.
+
+In a checkout of transformers, which has them, this file is a plug-in of pytest:
+
+    PYTHONPATH=MOEFOLD/tests/support pytest -p transformers_tests tests/models -k eager_matches_batched_and_grouped
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import unittest
+from collections.abc import Collection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+import moefold.transformers
+from moefold.transformers.plugin import experts_forward
+
+PACKAGE = "transformers_own_tests"
+COMMON = "test_modeling_common"
+ABSENT = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
+PASSED = "passed"
+DTYPES = ("fp32", "bf16", "fp16")
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "moe_hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+EXPERTS = re.compile(r"^@use_experts_implementation", re.MULTILINE)
+
+
+def pytest_collection_finish() -> None:
+    """Of pytest: all test files are imported, and have the common tests with them."""
+    for name, module in list(sys.modules.items()):
+        if name.endswith(COMMON):
+            put_moefold_inside(module)
+
+
+def put_moefold_inside(common: Any) -> None:
+    moefold.transformers.enable()
+    common.grouped_mm_experts_forward = experts_forward
+
+
+def load_common_tests(folder: Path) -> Any:
+    """The file of a source distribution, which lacks two of its neighbours: empty classes stand for them."""
+    package = ModuleType(PACKAGE)
+    package.__path__ = [str(folder / "tests")]
+    sys.modules[PACKAGE] = package
+    for path, mixin in ABSENT.items():
+        parent = path.split(".")[0]
+        sys.modules[f"{PACKAGE}.{parent}"] = ModuleType(parent)
+        module = ModuleType(path)
+        setattr(module, mixin, type(mixin, (), {}))
+        sys.modules[f"{PACKAGE}.{path}"] = module
+    common = importlib.import_module(f"{PACKAGE}.{COMMON}")
+    put_moefold_inside(common)
+    return common
+
+
+def model_classes(families: Collection[str]) -> dict[str, Any]:
+    """Language models of the modeling files whose experts take an implementation, by family; of all without a name."""
+    import transformers
+
+    found: dict[str, Any] = {}
+    for path in sorted(Path(transformers.__path__[0]).glob("models/*/modeling_*.py")):
+        is_asked = not families or path.parent.name in families
+        if is_asked and EXPERTS.search(path.read_text()):
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            own = [value for name, value in vars(module).items() if name.endswith("ForCausalLM")]
+            found[path.parent.name] = next((each for each in own if each.__module__ == module.__name__), None)
+    return found
+
+
+class TinyModels:
+    """Takes the place of a family's tester."""
+
+    def __init__(self, model_class: Any):
+        self.config_class = model_class.config_class
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        is_latent = "kv_lora_rank" in self.config_class().to_dict()
+        sizes = SIZES | (LATENT if is_latent else {})
+        return self.config_class(**sizes), {"input_ids": torch.randint(1, 96, (2, 7))}
+
+
+def run_family(common: Any, model_class: Any, dtype: str) -> str:
+    """What became of the test: passed, or why not."""
+
+    class Family(common.ModelTesterMixin, unittest.TestCase):
+        all_model_classes = (model_class,)
+        model_tester = TinyModels(model_class)
+
+    case = Family("test_save_load")  # any: the test is called below
+    try:
+        common._test_eager_matches_batched_and_grouped_inference(case, dtype, dtype)
+    except unittest.SkipTest as reason:
+        return f"skipped: {reason}"
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {' '.join(lines[:3])}"[:200]
+    return PASSED
+
+
+def run_both(common: Any, model_class: Any, dtype: str) -> str:
+    """Without moefold first: what fails then says nothing of it."""
+    common.grouped_mm_experts_forward = grouped_mm_experts_forward
+    own = run_family(common, model_class, dtype)
+    if own != PASSED:
+        return f"not run ({own})"
+    put_moefold_inside(common)
+    return run_family(common, model_class, dtype)
+
+
+def main(folder: str, *families: str) -> int:
+    common = load_common_tests(Path(folder))
+    outcomes: list[str] = []
+    for family, model_class in model_classes(families).items():
+        for dtype in DTYPES:
+            outcome = "not run (no language model of its own)"
+            if model_class is not None:
+                outcome = run_both(common, model_class, dtype)
+            outcomes.append(outcome)
+            print(f"{family} {dtype}: {outcome}", flush=True)
+    passed = outcomes.count(PASSED)
+    without = sum(outcome.startswith("not run") for outcome in outcomes)
+    failed = len(outcomes) - passed - without
+    print(f"{passed} passed, {failed} failed, {without} not run, of {len(outcomes)}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
