@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moefold.anatomy.weight_units import units_at_a_time
 from moefold.config.run import Config
 from moefold.layout.declare import declared_parameters
 from moefold.layout.held_blocks import held_blocks_of
@@ -28,8 +29,6 @@ from moefold.model.moe.experts import Experts
 from moefold.model.unit_window import UnitWindow
 from moefold.observe.trace import SpanRecorder
 from moefold.precision.recipes import named_products, placed_weight
-
-UNITS_OF_A_PASS = 2  # on the device at a time: the one in use, and the next
 
 
 class PendingFetch(NamedTuple):
@@ -54,7 +53,7 @@ class FetchedExperts(UnitWindow):
 
     arrives = "fetches"
 
-    def __init__(self, model: nn.Module, spans: SpanRecorder, most: int = UNITS_OF_A_PASS):
+    def __init__(self, model: nn.Module, spans: SpanRecorder, most: int):
         super().__init__(spans, most)
         self.weights: dict[str, list[Tensor]] = {}  # by unit
         self.stream: Any = None
@@ -132,6 +131,5 @@ def hold_experts_on_host(model: nn.Module, products: Collection[str]) -> None:
 
 def fetch_experts(config: Config, model: nn.Module, spans: SpanRecorder) -> tuple[FetchedExperts, ...]:
     """What fetches the experts of a run's model from the host; nothing where all are on the device."""
-    passes = 2 if config.pipeline.pair else 1  # a forward and a backward at a time
-    fetched = FetchedExperts(model, spans, passes * UNITS_OF_A_PASS)
+    fetched = FetchedExperts(model, spans, units_at_a_time(config.pipeline))
     return (fetched,) if fetched.weights else ()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from moefold.anatomy.stage_contents import embedding_ranks, final_norm_ranks
+from moefold.anatomy.weight_units import units_at_a_time
 from moefold.comm.consensus import raise_first_problem
 from moefold.comm.host_objects import union_of_sets
 from moefold.config.errors import UserError
@@ -38,7 +39,6 @@ from moefold.shard.storage import sharded_storage_maker, storage_maker
 from moefold.shard.unit_gradients import UnitGradients
 
 WeightFiller = Callable[[Transformer], None]
-UNITS_OF_A_PASS = 2  # whole at a time: the one in use, and the next
 
 
 class SharedOut(NamedTuple):
@@ -103,8 +103,8 @@ def share_out_units(
         for stage in users:
             stages[stage].add(unit_of(name))
     gradients = UnitGradients(buckets, world, gradient_reduction(config), kernels[add_squares], stages)
-    passes = 2 if config.pipeline.pair else 1  # a forward and a backward at a time
-    units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, passes * UNITS_OF_A_PASS)
+    most = units_at_a_time(config.pipeline)
+    units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, most)
     return SharedOut(buckets, gradients, units, (units,))
 
 

@@ -7,12 +7,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moefold.anatomy.host_experts import experts_on_host
+from moefold.anatomy.weight_units import units_at_a_time
 from moefold.config.memory_regions import entries_of_expert_weights
 from moefold.config.run import Config, LoraConfig, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
 from moefold.plan.memory.rank_stages import RankStages
 from moefold.plan.memory.run_setting import RunSetting
-
-UNITS_OF_A_PASS = 2  # layers' experts on the device at a time: those in use, and the next
 
 
 class HostWeights(NamedTuple):
@@ -32,8 +31,8 @@ def host_weights(s: RunSetting, rank: RankStages) -> HostWeights:
         return HostWeights(0.0, 0.0)
     pieces = [piece for stage in rank.pieces for piece in stage]
     units = [by_layer.get(layer, 0.0) for piece, layer in pieces if piece in "tm"]
-    passes = 2 if s.pipeline.pair else 1
-    largest = sorted(units)[-passes * UNITS_OF_A_PASS :]
+    most = units_at_a_time(s.pipeline)
+    largest = sorted(units)[-most:]
     return HostWeights(sum(units), sum(largest))
 
 

@@ -1,0 +1,14 @@
+"""Units of weights that come before the steps that use them and leave behind them (model/unit_window.py): how many of
+them a rank has at a time. Torch-free."""
+
+from __future__ import annotations
+
+from moefold.config.run import PipelineConfig
+
+UNITS_OF_A_PASS = 2  # the one in use, and the next, which is on its way
+
+
+def units_at_a_time(pipeline: PipelineConfig) -> int:
+    """Units of all passes at a time: of one pass, or with paired slots of a forward and a backward."""
+    passes = 2 if pipeline.pair else 1
+    return passes * UNITS_OF_A_PASS
