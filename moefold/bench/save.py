@@ -133,7 +133,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
                 seconds = wall_clock_seconds(save_and_step)
                 times["step_with_save"].append(seconds)
                 saver.wait_until_written()  # the next plain step runs without a save in progress
-        whole = saver.plan.whole if saver.plan else None
+        whole = saver.prepared[0].whole if saver.prepared else None
         size = whole.bytes if whole else 0
     report = medians_of(times)
     report["state_bytes"] = float(size)

@@ -20,11 +20,6 @@ class HostCopy(NamedTuple):
     on_device: Tensor
 
 
-def host_memory(like: Tensor) -> Tensor:
-    """Memory of this shape and type on the host, pinned where a GPU reads it; without values."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-
-
 def place_without_memory(like: Tensor, device: torch.device) -> Tensor:
     """A tensor of this shape and type whose storage has no memory yet."""
     place = torch.empty(like.shape, dtype=like.dtype, device=device)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moefold.layout.pinned_memory import host_bytes
 from moefold.memory.host_pool import Events, HostBlock
 
 
@@ -100,7 +101,7 @@ class CudaCopier:
         self.in_stream = torch.cuda.Stream(device)
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return host_bytes(nbytes, pinned=True)
 
     def to_host(self, source: Tensor, block: HostBlock) -> Departure:
         current = torch.cuda.current_stream(self.device)

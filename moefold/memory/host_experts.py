@@ -23,7 +23,8 @@ from moefold.config.run import Config
 from moefold.layout.declare import declared_parameters
 from moefold.layout.held_blocks import held_blocks_of
 from moefold.layout.held_share import HeldShare, attach_held_share
-from moefold.layout.host_copies import HostCopy, attach_host_copies, host_copies_of, host_memory
+from moefold.layout.host_copies import HostCopy, attach_host_copies, host_copies_of
+from moefold.layout.pinned_memory import host_memory
 from moefold.layout.weight_copies import drop_copies
 from moefold.model.moe.experts import Experts
 from moefold.model.unit_window import UnitWindow

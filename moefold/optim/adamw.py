@@ -16,12 +16,12 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw, adamw_fused
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
+from moefold.layout.pinned_memory import host_memory
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
 from moefold.optim.host_states import (
     Chunk,
     HostStream,
     chunk_windows,
-    empty_on_host,
     moment_on_host,
     pinned_copy,
 )
@@ -165,7 +165,7 @@ class AdamW:
             beside = window_of(weights, window)
             rounded = None
             if beside is not None:
-                rounded = empty_on_host(beside)
+                rounded = host_memory(beside)
             operands = (main[window], g, mean.codes, square.codes, rounded)
             adamw_fused(*operands, scale, scalars, numbers.options)
             if beside is not None and rounded is not None:

@@ -26,6 +26,7 @@ from torch.cuda import Event, Stream
 
 from moefold.anatomy.visiting_states import CHUNK_ELEMENTS, LEAST_SLOTS, slot_count
 from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK
+from moefold.layout.pinned_memory import host_memory
 from moefold.optim.moments import Moment
 from moefold.shard.buckets import round_up
 
@@ -39,15 +40,9 @@ Work = Callable[[int, Tensors], None]
 ChunkKey = tuple[int, int]  # the owner of a chunk, and its number
 
 
-def empty_on_host(like: Tensor) -> Tensor:
-    """Host memory, pinned where a GPU reads it."""
-    is_pinned = like.is_cuda
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_pinned)
-
-
 def pinned_copy(x: Tensor) -> Tensor:
     """A copy in host memory."""
-    on_host = empty_on_host(x)
+    on_host = host_memory(x)
     return on_host.copy_(x)
 
 

@@ -35,7 +35,8 @@ from moefold.kernels.quantise.nf4_double import dequantise_nf4_double, quantise_
 from moefold.layout.declare import declared_parameters
 from moefold.layout.gradient_sink import underlying_parameter
 from moefold.layout.held_blocks import attach_fetched_blocks, attach_held_blocks, blocks_to_read
-from moefold.layout.host_copies import HostCopy, attach_host_copies, host_memory, place_without_memory
+from moefold.layout.host_copies import HostCopy, attach_host_copies, place_without_memory
+from moefold.layout.pinned_memory import host_memory
 from moefold.precision.linear import RecipeTensors
 from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
 

@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from moefold.checkpoint.keeper.checksums import PieceWriter
 from moefold.checkpoint.keeper.messages import (
     LostConnection,
     Message,
@@ -240,30 +240,27 @@ class KeptFileReader:
 
 
 class KeptFileWriter:
-    """A new file, given to its keepers when the block ends without an error."""
+    """A new file, given to its keepers when the block ends without an error. What is written must not change until
+    then."""
 
     def __init__(self, files: KeptFiles, key: str):
         self.files = files
         self.key = key
         self.file = os.memfd_create("moefold")
-        self.size = 0
-        self.checksum = 0
+        self.pieces = PieceWriter(self.file)
 
     def __enter__(self) -> KeptFileWriter:
         return self
 
     def write(self, raw: Any) -> None:
-        while raw:
-            count = os.write(self.file, raw)
-            self.checksum = zlib.crc32(raw[:count], self.checksum)
-            self.size += count
-            raw = raw[count:]
+        self.pieces.write(raw)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            checksum = self.pieces.finish()
             if kind is None:
                 for keeper in self.files.keepers_of_writer():
-                    put_file(keeper, self.key, self.file, self.size, self.checksum)
+                    put_file(keeper, self.key, self.file, self.pieces.size, checksum)
         finally:
             os.close(self.file)
 

@@ -18,10 +18,10 @@ import select
 import socket
 import sys
 import threading
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from moefold.checkpoint.keeper.checksums import file_checksum
 from moefold.checkpoint.keeper.messages import (
     Message,
     close_all,
@@ -247,14 +247,6 @@ class KeeperServer:
 
 def file_size(file: int) -> int:
     return os.fstat(file).st_size
-
-
-def file_checksum(file: int) -> int:
-    size = file_size(file)
-    if not size:
-        return 0
-    with mmap.mmap(file, size, access=mmap.ACCESS_READ) as memory:
-        return zlib.crc32(memory)
 
 
 def receive_file(connection: socket.socket, file: int, size: int) -> None:

@@ -45,8 +45,8 @@ class BackgroundSaver:
         group = make_gloo_group(world)
         own_group = replace(world.everyone, group=group)
         self.world = replace(world, everyone=own_group)
-        self.plan: SavePlan | None = None
-        self.image: HostImage | None = None
+        self.on_gpu = world.device.type == "cuda"
+        self.prepared: tuple[SavePlan, HostImage] | None = None
         self.thread: threading.Thread | None = None
         self.step = 0
         self.error: BaseException | None = None
@@ -69,22 +69,26 @@ class BackgroundSaver:
             self.say(f"step {step}: waiting for the checkpoint of step {self.step}, which is still being written")
         self.wait_until_written()
         parts = snapshot_parts(tensors)
-        on_gpu = self.world.device.type == "cuda"
-        if self.plan is None or self.image is None:
-            # Holdings do not change during a run: plan and host memory serve every save.
-            self.plan = gather_write_plan(parts, self.world)
-            rank = self.world.rank
-            self.image = HostImage(self.plan.mine, rank, on_gpu)
+        plan, image = self.prepare(parts)
         self.step = step
         self.copied = threading.Event()
         # The copy waits on the GPU for the work that was queued before the save.
         ready = None
-        if on_gpu:
+        if self.on_gpu:
             stream = torch.cuda.current_stream(self.world.device)
             ready = stream.record_event()
-        save = partial(self.copy_and_write, self.plan, self.image, parts, state, ready)
+        save = partial(self.copy_and_write, plan, image, parts, state, ready)
         self.thread = threading.Thread(target=save, daemon=True, name="checkpoint")
         self.thread.start()
+
+    def prepare(self, parts: Parts) -> tuple[SavePlan, HostImage]:
+        """Plan and host memory of all saves: what ranks hold does not change during a run. Every rank calls this at
+        the same time; the first time it takes seconds."""
+        if self.prepared is None:
+            plan = gather_write_plan(parts, self.world)
+            image = HostImage(plan.mine, self.world.rank, self.on_gpu)
+            self.prepared = plan, image
+        return self.prepared
 
     def copy_and_write(self, plan: SavePlan, image: HostImage, parts: Parts, state: RunState, ready: Any) -> None:
         """The body of the thread. Its error, of any kind, is kept for the training thread to raise."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from moefold.checkpoint.format.boxes import Box, box_sizes, element_count
 from moefold.checkpoint.format.ledger import (
@@ -26,11 +25,12 @@ from moefold.checkpoint.format.ledger import (
 from moefold.checkpoint.format.manifest import sha256_hex
 from moefold.checkpoint.format.reader import chunk_name
 from moefold.checkpoint.format.safetensors_header import LENGTH_BYTES, HeaderEntry, encode_safetensors_header
-from moefold.checkpoint.format.storage import DISK_BLOCK, StoragePath, write_synced_file
+from moefold.checkpoint.format.storage import StoragePath, write_synced_file
 from moefold.checkpoint.format.write_plan import RankPlan, pieces_inside_box
 from moefold.checkpoint.live.logical_tensors import TensorPart
+from moefold.layout.pinned_memory import host_bytes
 
-HASH_THREADS = min(4, os.cpu_count() or 1)  # writing needs no core, and neither writing nor hashing holds the GIL
+HASH_THREADS = min(8, os.cpu_count() or 1)  # writing needs no core, and neither writing nor hashing holds the GIL
 NICE_STEPS = 10  # by which hashing threads are below the training in priority
 
 
@@ -82,7 +82,7 @@ class HostImage:
         header = bytearray(self.header)
         data_begin = len(header)
         pinned = pinned and data_bytes > 0
-        self.file_bytes = aligned_bytes(data_begin + data_bytes, pinned)
+        self.file_bytes = host_bytes(data_begin + data_bytes, pinned)
         header_bytes = torch.frombuffer(header, dtype=torch.uint8)
         self.file_bytes[:data_begin] = header_bytes
         self.data = self.file_bytes[data_begin:]
@@ -174,13 +174,6 @@ def encode_chunk_header(chunks: Sequence[PlacedChunk]) -> bytes:
         name = chunk_name(chunk.name, chunk.box)
         entries[name] = entry.as_json()
     return encode_safetensors_header(entries)
-
-
-def aligned_bytes(size: int, pinned: bool) -> Tensor:
-    """Memory that begins at a block boundary, as direct I/O needs it."""
-    memory = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, pin_memory=pinned)
-    start = -memory.data_ptr() % DISK_BLOCK
-    return memory[start : start + size]
 
 
 def lower_priority() -> None:

@@ -52,10 +52,13 @@ class HopperProducts:
 
     def aligned(self, x: Tensor) -> Tensor:
         _, rows, columns = x.shape
-        more_rows = -rows % (ALIGNED if is_tall(x) else STEP_DEPTH)
-        more_columns = -columns % (STEP_DEPTH if is_tall(x) else ALIGNED)
-        if more_rows or more_columns:
-            x = pad(x, (0, more_columns, 0, more_rows))
+        if is_tall(x):
+            aligned_columns, aligned_rows = aligned_sides(columns, rows)
+        else:
+            aligned_rows, aligned_columns = aligned_sides(rows, columns)
+        more = 0, aligned_columns - columns, 0, aligned_rows - rows
+        if any(more):
+            x = pad(x, more)
         return x.contiguous()
 
     def inverse_norms(self, x: Tensor, least_norm: float) -> Tensor:
@@ -99,6 +102,13 @@ class HopperProducts:
         outputs = plain_outputs(out.flatten(0, 1)[None])
         gemm = GroupedGemm("nn", "plain", n=width, k=depth)
         launch_grouped_gemm(gemm, left.flatten(0, 1), b, outputs, plan)
+
+
+def aligned_sides(shorter: int, longer: int) -> tuple[int, int]:
+    """The sides of a matrix with zeros behind it. The shorter one, that of G, stays the shorter one."""
+    depth = -(-shorter // STEP_DEPTH) * STEP_DEPTH
+    width = max(longer, depth + int(longer > shorter))
+    return depth, -(-width // ALIGNED) * ALIGNED
 
 
 def fp16_squares(count: int, rows: int, device: torch.device) -> Tensor:

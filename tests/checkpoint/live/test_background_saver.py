@@ -82,8 +82,9 @@ def test_the_image_is_used_again_and_each_checkpoint_has_its_own_values(tmp_path
             weight.fill_(step)
             saves.begin_save(step, {"weight": part(weight), "small": torch.full((3,), float(step))}, {"step": step})
             saves.wait_for_copy()
-            assert saves.image
-            memory.add(saves.image.data.data_ptr())
+            assert saves.prepared
+            _, image = saves.prepared
+            memory.add(image.data.data_ptr())
     for step in (1, 2, 3):
         assert all((t == step).all() for t in values(tmp_path, step).values())
         assert verify_checkpoint(tmp_path / f"step-{step:08d}")
@@ -223,8 +224,9 @@ def test_copies_from_a_gpu_have_the_values_of_the_moment_of_the_save(tmp_path: P
             torch.cuda._sleep(100_000_000)
             weight.fill_(step)
             saves.begin_save(step, {"weight": part(weight)}, {"step": step})
-            assert saves.image
-            assert saves.image.data.is_pinned()
+            assert saves.prepared
+            _, image = saves.prepared
+            assert image.data.is_pinned()
             saves.wait_for_copy()
             weight.fill_(-1.0)
     for step in (1, 2):

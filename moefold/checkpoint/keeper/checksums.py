@@ -1,0 +1,76 @@
+"""Checksums of kept files: of each piece by itself, so that several threads write a file, or read it, side by side."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+PIECE_BYTES = 16 << 20
+THREADS = min(8, os.cpu_count() or 1)  # neither copying nor checksums hold the GIL
+BYTES_OF_CHECKSUM = 4
+
+
+def joint_checksum(pieces: Iterable[int]) -> int:
+    """The checksum of a file from those of its pieces."""
+    raw = [piece.to_bytes(BYTES_OF_CHECKSUM, "little") for piece in pieces]
+    return zlib.crc32(b"".join(raw))
+
+
+def file_checksum(file: int) -> int:
+    size = os.fstat(file).st_size
+    if not size:
+        return joint_checksum([])
+    with mmap.mmap(file, size, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
+        return checksum_of(view)
+
+
+def checksum_of(whole: memoryview) -> int:
+    begins = range(0, len(whole), PIECE_BYTES)
+    with ThreadPoolExecutor(THREADS) as pool:
+        pieces = pool.map(partial(piece_checksum, whole), begins)
+        return joint_checksum(pieces)
+
+
+def piece_checksum(whole: memoryview, begin: int) -> int:
+    with whole[begin : begin + PIECE_BYTES] as piece:
+        return zlib.crc32(piece)
+
+
+class PieceWriter:
+    """Writes a file by several threads. What is given to `write` must not change before `finish`."""
+
+    def __init__(self, file: int):
+        self.file = file
+        self.size = 0
+        self.pool = ThreadPoolExecutor(THREADS)
+        self.pieces: list[Future[int]] = []
+
+    def write(self, raw: Any) -> None:
+        rest = memoryview(raw)
+        while rest:
+            begun = self.size % PIECE_BYTES
+            piece = rest[: PIECE_BYTES - begun]
+            before = self.pieces.pop() if begun else None
+            writing = self.pool.submit(write_part, self.file, piece, self.size, before)
+            self.pieces.append(writing)
+            self.size += len(piece)
+            rest = rest[len(piece) :]
+
+    def finish(self) -> int:
+        """Wait for the threads; the checksum of the file."""
+        with self.pool:
+            return joint_checksum(piece.result() for piece in self.pieces)
+
+
+def write_part(file: int, raw: memoryview, offset: int, before: Future[int] | None) -> int:
+    """Write a part of a piece; the checksum of the piece up to its end."""
+    checksum = before.result() if before else 0
+    written = 0
+    while written < len(raw):
+        written += os.pwrite(file, raw[written:], offset + written)
+    return zlib.crc32(raw, checksum)
