@@ -8,7 +8,8 @@ that rank has signalled. Behind the words lie two rooms, which exchanges use in 
 Nobody writes to a room that is still read: who writes in exchange e + 2 has waited for the signals of e + 1, which
 every rank gives behind its reads of e. So there is no barrier, and a rank is at most one exchange ahead of another.
 
-On a CPU the arena is a file in shared memory, which is unlinked as soon as all ranks have opened it.
+On a CPU the arena is a file in shared memory, which is unlinked as soon as all ranks have opened it. On GPUs it is
+symmetric memory, and kernels signal and wait (dispatch/device_arena.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,6 +54,10 @@ class Arena(Protocol):
         """Let the others read what this rank has written, and wait until all have written. Ends the turn."""
         ...
 
+    def require_peers(self) -> None:
+        """Fail if a signal of another rank did not come, as far as the host knows without a wait."""
+        ...
+
 
 def aligned_bytes(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -66,6 +72,48 @@ def order_memory() -> None:
         pass
 
 
+class PartSizes:
+    """Bytes of a rank's part: words, and two rooms behind them."""
+
+    def __init__(self, words: int, room_bytes: int):
+        self.word_bytes = words * WORD_BYTES
+        self.first_room = aligned_bytes(self.word_bytes)
+        self.room_bytes = aligned_bytes(room_bytes)
+        self.total = self.first_room + TURNS * self.room_bytes
+
+    def room_of(self, part: Tensor, turn: int, size: int) -> Tensor:
+        assert size <= self.room_bytes, f"a room has {self.room_bytes} bytes, {size} are asked for"
+        begin = self.first_room + turn * self.room_bytes
+        return part[begin : begin + size]
+
+    def words_of(self, part: Tensor) -> Tensor:
+        return part[: self.word_bytes].view(torch.int64)
+
+
+class ArenaRooms:
+    """The rooms in the parts of all ranks, as matrices. They are made once for each shape."""
+
+    def __init__(self, parts: Sequence[Tensor], sizes: PartSizes):
+        self.parts = parts
+        self.sizes = sizes
+        self.known: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
+
+    def of_exchange(self, number: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+        turn = number % TURNS
+        key = (turn, rows, width, dtype)
+        if key not in self.known:
+            self.known[key] = self.view(turn, rows, width, dtype)
+        return self.known[key]
+
+    def view(self, turn: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+        size = rows * width * dtype.itemsize
+        rooms: list[Tensor] = []
+        for part in self.parts:
+            room = self.sizes.room_of(part, turn, size)
+            rooms.append(room.view(dtype).view(rows, width))
+        return rooms
+
+
 class SharedArena:
     """The arena of CPU ranks on one machine. `room_bytes`: of one room. `patience`: seconds that a rank waits for the
     signal of another before it fails with the name of that rank."""
@@ -74,32 +122,18 @@ class SharedArena:
         self.axis = axis
         self.patience = patience
         self.number = 0  # of the last exchange
-        word_bytes = axis.size * WORD_BYTES
-        self.first_room = aligned_bytes(word_bytes)
-        self.room_bytes = aligned_bytes(room_bytes)
-        part_bytes = self.first_room + TURNS * self.room_bytes
-        memory = open_shared_memory(axis, part_bytes * axis.size)
-        self.parts = memory.view(axis.size, part_bytes)
-        words = self.parts[:, :word_bytes].view(torch.int64)
+        sizes = PartSizes(axis.size, room_bytes)
+        memory = open_shared_memory(axis, sizes.total * axis.size)
+        parts = memory.view(axis.size, sizes.total)
+        self.arena_rooms = ArenaRooms(list(parts), sizes)
+        words = parts[:, : sizes.word_bytes].view(torch.int64)
         self.words = words.numpy()  # [i, j]: what rank j has signalled to rank i; read without an op of torch
-        self.known_rooms: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
 
     def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-        turn = self.number % TURNS
-        key = (turn, rows, width, dtype)
-        if key not in self.known_rooms:
-            self.known_rooms[key] = self.view_rooms(turn, rows, width, dtype)
-        return self.known_rooms[key]
+        return self.arena_rooms.of_exchange(self.number, rows, width, dtype)
 
-    def view_rooms(self, turn: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-        size = rows * width * dtype.itemsize
-        assert size <= self.room_bytes, f"a room has {self.room_bytes} bytes, {size} are asked for"
-        begin = self.first_room + turn * self.room_bytes
-        rooms: list[Tensor] = []
-        for part in self.parts:
-            room = part[begin : begin + size]
-            rooms.append(room.view(dtype).view(rows, width))
-        return rooms
+    def require_peers(self) -> None:
+        """Nothing is left to be seen: every exchange has waited."""
 
     def exchange(self, what: str) -> None:
         note_collective(what, self.axis.name)
@@ -119,16 +153,17 @@ class SharedArena:
         while own_words[peer] < number:
             waited = time.monotonic() - begun
             if waited > self.patience:
-                raise self.lost_peer(peer, what)
+                raise lost_peer(self.axis, peer, what, self.patience)
             looks += 1
             time.sleep(0 if looks < EAGER_LOOKS else SLEEP_SECONDS)
 
-    def lost_peer(self, peer: int, what: str) -> RunFailure:
-        rank = self.axis.ranks[peer]
-        return RunFailure(
-            f"rank {rank} gave no signal of {what} over {self.axis.name} within {self.patience:g} s "
-            "(train.slow_timeout): it has ended or hangs; continue from the last checkpoint with --resume auto"
-        )
+
+def lost_peer(axis: Axis, peer: int, what: str, patience: float) -> RunFailure:
+    rank = axis.ranks[peer]
+    return RunFailure(
+        f"rank {rank} gave no signal of {what} over {axis.name} within {patience:g} s (train.slow_timeout): it has "
+        "ended or hangs; continue from the last checkpoint with --resume auto"
+    )
 
 
 def open_shared_memory(axis: Axis, size: int) -> Tensor:

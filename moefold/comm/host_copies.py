@@ -96,9 +96,14 @@ class DeviceTime:
             stream = torch.cuda.current_stream(device)
             self.event.record(stream)
 
+    def wait(self) -> None:
+        """Wait until the device has reached it."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def seconds_until(self, later: DeviceTime) -> float:
         """Waits until the device has reached the later one."""
         if self.event is None or later.event is None:
             return later.clock - self.clock
-        later.event.synchronize()
+        later.wait()
         return self.event.elapsed_time(later.event) / 1e3

@@ -21,6 +21,7 @@ from moefold.dispatch.base import Dispatcher, Hop, RowPolicy
 from moefold.dispatch.clone_rows import placement_with_slots
 from moefold.dispatch.cloning_dispatcher import CloningDispatcher
 from moefold.dispatch.deepep import DeepEpHop, make_deepep_buffer, require_deepep
+from moefold.dispatch.device_arena import DeviceArena, open_device_memory
 from moefold.dispatch.expert_placement import ExpertPlacement, contiguous_placement
 from moefold.dispatch.fp8_dispatcher import Fp8Dispatcher, SendsRows, gradient_rule, token_rule
 from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice, pack_per_rank
@@ -40,6 +41,7 @@ from moefold.dispatch.traffic import (
     tokens_for_everyone,
 )
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.choice import triton_runs
 from moefold.kernels.facts import BYTES_PER_ELEMENT
 from moefold.layout.axes import World
 from moefold.layout.dtypes import DTYPES
@@ -169,20 +171,25 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
     rows = ArenaRows(setting.tokens, setting.tokens * ranks.size)
     row_bytes = row_bytes_at_most(setting.row_width, setting.dtype.itemsize, setting.choices)
     size = room_bytes(rows, ranks.size, world.ep.size, row_bytes)
-    arena = make_arena(world, size, setting.patience)
+    arena = make_arena(setting, size)
     hop = SymmetricHop(arena, setting.experts, setting.kernels, world, rows)
     direct = HopDispatcher([hop], setting.row_policy, setting.kernels)
     collectives = build_from_hops(dedup_hops, setting)
-    return SymmetricDispatcher(direct, collectives)
+    return SymmetricDispatcher(direct, collectives, arena)
 
 
-def make_arena(world: World, room_bytes: int, patience: float) -> Arena:
-    if world.device.type != "cpu":
+def make_arena(setting: DispatchSetting, room_bytes: int) -> Arena:
+    world = setting.world
+    ranks = world.ep_etp
+    if world.device.type == "cpu":
+        return SharedArena(ranks, room_bytes, setting.patience)
+    if not triton_runs(setting.kernels.facts):
         raise UserError(
-            f"parallel.dispatcher = symmetric runs on CPUs so far, but this run is on {world.device.type}; set "
-            "parallel.dispatcher to dedup"
+            "parallel.dispatcher = symmetric signals by kernels in Triton on GPUs, but Triton is not installed or does "
+            "not run on this one; install triton, or set parallel.dispatcher to dedup"
         )
-    return SharedArena(world.ep_etp, room_bytes, patience)
+    memory = open_device_memory(ranks, room_bytes, world.device)
+    return DeviceArena(ranks, memory, setting.patience)
 
 
 DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {

@@ -192,9 +192,9 @@ DISPATCHER_ENTRIES = {
         says("hierarchical"), "ranks on several nodes", hierarchical_seconds, several_nodes=True
     ),
     "deepep": DispatcherEntry(says("deepep"), "the package deep_ep, CUDA devices, bf16"),
-    # the bytes of dedup; never run on GPUs, so that its time there is a forecast
+    # the bytes of dedup; between GPUs its time is a forecast
     "symmetric": DispatcherEntry(
-        says("symmetric"), "ranks of ep x etp on one machine, CPUs", seconds=dedup_seconds, on_request=True
+        says("symmetric"), "ranks of ep x etp on one machine; Triton on GPUs", seconds=dedup_seconds, on_request=True
     ),
 }
 

@@ -195,10 +195,11 @@ class SymmetricDispatcher:
     """`direct` sends through the arena. `collectives`, which has no bound of tokens, takes its place in passes without
     backward: validation and generation may have more tokens at a time than training."""
 
-    def __init__(self, direct: HopDispatcher, collectives: HopDispatcher):
+    def __init__(self, direct: HopDispatcher, collectives: HopDispatcher, arena: Arena):
         self.direct = direct
         self.collectives = collectives
         self.sender = direct
+        self.arena = arena
 
     def plan(self, routing: Routing) -> Receipt:
         return self.sender.plan(routing)

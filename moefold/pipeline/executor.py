@@ -112,6 +112,12 @@ class Executor:
         with by_collectives(self.symmetric):
             step.run()
 
+    def require_peers(self) -> None:
+        """Fail if a rank gave no signal in an exchange of tokens. The host waits for nothing here: what a step left is
+        known once its report has been read."""
+        for dispatcher in self.symmetric:
+            dispatcher.arena.require_peers()
+
     @contextmanager
     def observed_by(self, *observers: Around) -> Iterator[None]:
         """Call further observers around every step that runs inside."""

@@ -1,5 +1,5 @@
-"""Compile the kernels of quantisation and of stashed rows for Hopper, which needs no GPU, and print how each casts and
-stores.
+"""Compile the kernels of quantisation, of stashed rows and of rows between ranks for Hopper, which needs no GPU, and
+print how each casts and stores.
 
 A cast makes two bytes in one 16-bit register. Where that register is both stored whole, as half of four bytes, and
 split into its bytes, ptxas 12.8 makes code that splits a register before the cast has written it: the transposed bytes
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
@@ -34,7 +35,7 @@ from moefold.kernels.quantise import (
     quantise_weight_triton,
 )
 from moefold.kernels.quantise.fp8 import BLOCK, E4M3
-from moefold.kernels.routing import rows_triton
+from moefold.kernels.routing import peer_rows_triton, peer_signals_triton, rows_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FP8, FP32, INT32 = "*fp8e4nv", "*fp32", "*i32"
@@ -146,6 +147,24 @@ def stash_kernels() -> Iterator[tuple[str, str]]:
             yield f"{about}, {element}", compile_for_hopper(kernel, types, constants, {"num_warps": 4})
 
 
+def peer_kernels() -> Iterator[tuple[str, str]]:
+    signals, rows = peer_signals_triton, peer_rows_triton
+    types = dict.fromkeys(("addresses", "fault_2", "rank_TK", "tokens_sn", "counts_B2n", "slots_Tn"), "*i64")
+    types |= {"patience": "i64", "x_TD": "*bf16", "out_TD": "*bf16"}
+    constants = {"RANKS": 4, "WIDTH": 4, "CLOCKED": True, "K": 8, "TOKENS": rows.TOKENS, "COLS": 1024}
+    constants["WIDE"] = tl.float32
+    one_warp = {"num_warps": 1}
+    four_warps = {"num_warps": 4}
+    yield "exchange signals", compile_for_hopper(signals.exchange_signals_kernel, types, constants, one_warp)
+    for about, kernel in (
+        ("count parcels", rows.count_parcels_kernel),
+        ("place parcels", rows.place_parcels_kernel),
+        ("push peer rows", rows.push_peer_rows_kernel),
+        ("sum peer rows", rows.sum_peer_rows_kernel),
+    ):
+        yield about, compile_for_hopper(kernel, types, constants, four_warps)
+
+
 CAST = re.compile(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)")
 STORED_WHOLE = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
 SPLIT = re.compile(r"shr\.[su]16\s+%rs\d+, (%rs\d+), 8")
@@ -158,7 +177,7 @@ def casts_stored_and_split(ptx: str) -> int:
 
 
 def main() -> None:
-    for kernels in (tile_kernels(), weight_kernels(), row_kernels(), micro_kernels(), stash_kernels()):
+    for kernels in (tile_kernels(), weight_kernels(), row_kernels(), micro_kernels(), stash_kernels(), peer_kernels()):
         for name, ptx in kernels:
             casts = len(CAST.findall(ptx))
             torn = casts_stored_and_split(ptx)

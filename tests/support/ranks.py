@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -82,6 +83,26 @@ def fork_ranks(
         os.waitpid(rank, 0)
 
 
+def run_device_ranks(function: Callable[..., Any], size: int, *args: Any, device: str, **parallel: int) -> list[Any]:
+    """The same with ranks that share a device, in processes that are started anew: one that has looked for a GPU cannot
+    be forked."""
+    spawning = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [spawning.Pipe(duplex=False) for _ in range(size)]
+        ranks = []
+        for rank, (_, answer) in enumerate(pipes):
+            work = (function, rank, size, folder, parallel, args, answer, device)
+            ranks.append(spawning.Process(target=be_rank, args=work, daemon=True))
+            ranks[-1].start()
+            answer.close()
+        try:
+            return collect([reader for reader, _ in pipes])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join(END)
+
+
 def collect(readers: list[Connection]) -> list[Any]:
     """Results in order of rank; the first failure is raised at once, since the other ranks may wait for that one."""
     results: dict[int, Any] = {}
@@ -108,6 +129,7 @@ def be_rank(
     parallel: dict[str, int],
     args: tuple[Any, ...],
     answer: Connection,
+    device: str = "cpu",
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -120,13 +142,31 @@ def be_rank(
     try:
         if size > 1:
             share_device()
-            store = dist.FileStore(str(Path(folder) / "store"), size)
+            store = (
+                dist.FileStore(str(Path(folder) / "store"), size) if device == "cpu" else tcp_store(folder, rank, size)
+            )
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
-        world = create_world(rank, size, torch.device("cpu"), ParallelConfig(**parallel))
+        world = create_world(rank, size, torch.device(device), ParallelConfig(**parallel))
         answer.send_bytes(pickled((None, function(world, *args))))
     except BaseException:
         answer.send_bytes(pickled((traceback.format_exc(), None)))
     signal.pause()  # until killed: a rank that leaves early closes connections that others may still be making
+
+
+def tcp_store(folder: str, rank: int, size: int) -> Any:
+    """A store as runs have it, for memory that is shared through it. Its port stands in a file."""
+    import torch.distributed as dist
+
+    told = Path(folder) / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
+        written = told.with_suffix(".new")
+        written.write_text(str(store.port))
+        written.rename(told)
+        return store
+    while not told.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(told.read_text()), size, False)
 
 
 def pickled(value: Any) -> bytes:

@@ -36,6 +36,7 @@ LAYOUTS = {
     "data": "",
     "context": "--parallel.cp 2",
     "experts, paired": "--parallel.ep 2 --pipeline.pair true",
+    "experts, symmetric": "--parallel.ep 2 --parallel.dispatcher symmetric",
     "pipeline": "--parallel.pp 2",
     "fully sharded": "--shard.mode zero3",
     "fully sharded, experts in parallel": "--shard.mode zero3 --parallel.ep 2",

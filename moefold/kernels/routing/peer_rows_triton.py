@@ -19,6 +19,7 @@ from moefold.kernels.routing.rows_triton import columns_of_program
 from moefold.kernels.tile_triton import load_or_zero, numbers_from, program_block, store_inside, wide_program_id
 
 TOKENS = 128  # of one program that counts or places
+ALIGNMENT = 16  # bytes of a room's address
 
 
 @triton.jit
@@ -79,7 +80,8 @@ def place_parcels_kernel(
 def load_room(addresses, rank, like):
     """The room of a rank, as a pointer of the type of `like`."""
     address = tl.load(addresses + rank)
-    return address.to(like.dtype)
+    room = address.to(like.dtype)
+    return tl.multiple_of(room, 16)
 
 
 @triton.jit
@@ -120,7 +122,9 @@ def uploaded_addresses(addresses: tuple[int, ...], device: torch.device) -> Tens
 
 
 def address_table(rooms: list[Tensor], device: torch.device) -> Tensor:
+    """Addresses of rooms, each a multiple of 16 as kernels take it to be."""
     addresses = tuple(room.data_ptr() for room in rooms)
+    assert all(address % ALIGNMENT == 0 for address in addresses), f"rooms begin at {addresses}"
     return uploaded_addresses(addresses, device)
 
 

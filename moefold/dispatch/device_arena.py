@@ -1,0 +1,113 @@
+"""The arena of GPU ranks on one machine: parts in symmetric memory, signals and waits by kernels.
+
+An exchange is one launch, and the host waits for nothing. What it learns of a rank that gave no signal stands in a few
+words of pinned memory, which the kernel writes: the host looks at them in every exchange and with every report.
+
+    waiting kernel    gives up by the device's clock -> names the rank in pinned memory; later exchanges do not wait
+    host              sees the name with the next exchange or report, and fails
+
+Exchanges of an arena are issued on one stream: the room of an exchange is free once the one before it has been waited
+for there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.comm.arena import ArenaRooms, PartSizes, lost_peer
+from moefold.comm.host_objects import first_object
+from moefold.config.errors import UserError
+from moefold.layout.axes import Axis
+from moefold.watch.position import note_collective
+
+SHARE_A_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+FURTHER_WORDS = 2  # of a part: the number of exchanges, and whether a rank is lost
+
+
+class PeerMemory(NamedTuple):
+    """The parts of all ranks as this rank sees them, their words, and what keeps them mapped."""
+
+    parts: list[Tensor]
+    words: list[Tensor]
+    sizes: PartSizes
+    owner: object = None
+
+
+class DeviceArena:
+    """`patience`: seconds that a kernel waits for the signal of a rank."""
+
+    def __init__(self, axis: Axis, memory: PeerMemory, patience: float):
+        self.axis = axis
+        self.patience = patience
+        self.memory = memory
+        self.number = 0  # of the last exchange that was issued
+        self.arena_rooms = ArenaRooms(memory.parts, memory.sizes)
+        device = memory.parts[0].device
+        addresses = [words.data_ptr() for words in memory.words]
+        self.addresses = torch.tensor(addresses, device=device)
+        self.fault_2 = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.seen_fault_2 = self.fault_2.numpy()  # read without an op of torch
+
+    def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+        return self.arena_rooms.of_exchange(self.number, rows, width, dtype)
+
+    def exchange(self, what: str) -> None:
+        from moefold.kernels.routing.peer_signals_triton import launch_exchange_signals
+
+        self.require_peers()
+        note_collective(what, self.axis.name)
+        launch_exchange_signals(self.addresses, self.fault_2, self.axis.index, self.patience)
+        self.number += 1
+
+    def require_peers(self) -> None:
+        lost, number = self.seen_fault_2
+        if lost:
+            raise lost_peer(self.axis, int(lost) - 1, f"exchange {number}", self.patience)
+
+
+def part_sizes(axis: Axis, room_bytes: int) -> PartSizes:
+    return PartSizes(axis.size + FURTHER_WORDS, room_bytes)
+
+
+def open_device_memory(axis: Axis, room_bytes: int, device: torch.device) -> PeerMemory:
+    """Memory of all ranks of the axis, mapped by each. Every rank calls this; all succeed, or all raise."""
+    sizes = part_sizes(axis, room_bytes)
+    memory: PeerMemory | None = None
+    problem: UserError | None = None
+    try:
+        memory = map_parts(axis, sizes, device)
+    except RuntimeError as error:
+        first_line, *_ = str(error).splitlines() or [""]
+        problem = UserError(
+            f"rank {axis.ranks[axis.index]} cannot share {sizes.total:,} bytes of GPU memory for parallel.dispatcher = "
+            f"symmetric ({first_line}); set a smaller train.micro_batch, or set parallel.dispatcher to dedup"
+        )
+    first_problem = first_object(problem, axis)
+    if first_problem is not None:
+        raise first_problem
+    assert memory is not None
+    return memory
+
+
+def map_parts(axis: Axis, sizes: PartSizes, device: torch.device) -> PeerMemory:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    os.environ.setdefault(SHARE_A_CARD, "1")  # ranks that share a card, as gloo lets them, are legal here too
+    number = torch.cuda.current_device() if device.index is None else device.index
+    here = torch.device("cuda", number)
+    part = symmetric.empty(sizes.total, dtype=torch.uint8, device=here)
+    part.zero_()
+    torch.cuda.synchronize(here)  # no rank sees words that are not zero
+    group = dist.group.WORLD if axis.group is None else axis.group
+    assert group is not None
+    handle = symmetric.rendezvous(part, group)
+    parts: list[Tensor] = []
+    for rank in range(axis.size):
+        parts.append(handle.get_buffer(rank, [sizes.total], torch.uint8))
+    words = [sizes.words_of(each) for each in parts]
+    return PeerMemory(parts, words, sizes, (part, handle))

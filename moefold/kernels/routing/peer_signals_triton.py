@@ -1,0 +1,95 @@
+"""Signals between ranks that write to each other's memory, in Triton. Imported only where Triton is.
+
+Words of a rank, in its part of the memory that all ranks share:
+
+    0 .. n - 1   the number of the last exchange for which each rank has signalled
+    n            the number of exchanges of this rank
+    n + 1        whether a signal did not come: then no exchange waits any more
+
+Numbers are counted on the device, so that a launch is the same in every exchange. A release orders all that this rank
+has written before its signal, an acquire all that it reads behind the other's. One program of one warp waits, a lane
+for each rank: several processes on one card run in turns, and one that waits with many programs would take them all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+from triton.language.extra.cuda import globaltimer
+
+NANOSECONDS = 1e9
+
+
+@triton.jit
+def as_words(address):
+    """Addresses as pointers to words."""
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def read_clock(looks, CLOCKED: constexpr):
+    """Nanoseconds of the device's clock, or without one the number of looks so far."""
+    now = looks
+    if CLOCKED:
+        now = globaltimer()
+    return now
+
+
+@triton.jit
+def late_ranks(own_words, rank, number, inside):
+    """1 for each rank that has not signalled."""
+    nothing = tl.zeros_like(number)
+    seen = tl.atomic_add(own_words + rank, nothing, mask=inside, sem="acquire", scope="sys")
+    is_late = inside & (seen < number)
+    return is_late.to(tl.int32)
+
+
+@triton.jit
+def note_lost_rank(late, rank, number, own_words, fault_2, RANKS: constexpr, WIDTH: constexpr):
+    """Name the first rank that is late in memory of the host, unless one was named before."""
+    is_named = tl.load(own_words + RANKS + 1)
+    first = tl.min(tl.where(late > 0, rank, WIDTH))
+    if (tl.sum(late) > 0) & (is_named == 0):
+        tl.store(fault_2 + 1, number)
+        tl.store(fault_2, first.to(tl.int64) + 1)
+        tl.store(own_words + RANKS + 1, 1)
+
+
+@triton.jit
+def exchange_signals_kernel(
+    addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr
+):  # fmt: skip
+    """Signal to all ranks, and wait for the signals of all."""
+    rank = tl.arange(0, WIDTH)
+    inside = rank < RANKS
+    words = as_words(tl.load(addresses + rank, mask=inside, other=0))
+    own_words = as_words(tl.load(addresses + me))
+    number = tl.load(own_words + RANKS) + 1
+    is_lost = tl.load(own_words + RANKS + 1)
+    tl.debug_barrier()  # all lanes have read what one of them writes at the end
+    numbers = tl.zeros([WIDTH], tl.int64) + number
+    tl.atomic_xchg(words + me, numbers, mask=inside, sem="release", scope="sys")
+    late = late_ranks(own_words, rank, numbers, inside)
+    looks = number * 0
+    begin = read_clock(looks, CLOCKED)
+    limit = tl.where(is_lost == 0, patience, 0)
+    waited = looks
+    while (tl.sum(late) > 0) & (waited < limit):
+        late = late_ranks(own_words, rank, numbers, inside)
+        looks += 1
+        waited = read_clock(looks, CLOCKED) - begin
+    note_lost_rank(late, rank, number, own_words, fault_2, RANKS, WIDTH)
+    tl.store(own_words + RANKS, number)
+
+
+def launch_exchange_signals(addresses: Tensor, fault_2: Tensor, me: int, patience: float) -> None:
+    """`addresses` of the words of all ranks, on the device. `fault_2`: memory of the host, which gets the lost rank
+    plus one and the number of the exchange. `patience`: seconds; without a device's clock, looks."""
+    ranks = len(addresses)
+    clocked = addresses.is_cuda
+    limit = int(patience * NANOSECONDS) if clocked else int(patience)
+    width = triton.next_power_of_2(ranks)
+    launch = exchange_signals_kernel[(1,)]
+    launch(addresses, fault_2, me, limit, ranks, width, clocked, num_warps=1)
