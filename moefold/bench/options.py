@@ -176,22 +176,25 @@ class CurvesOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class RecipesOptions(DeviceOptions):
-    """Compare the losses of precision recipes with plain runs of several seeds, over the same steps of real text."""
+    """Compare the held-out losses of precision recipes with those of bf16, with several seeds, over the same steps of
+    real text."""
 
-    recipe: tuple[str, ...] = ()
-    """Only these recipes; otherwise all that quantise."""
-    steps: int = 1000
+    variant: tuple[str, ...] = ()
+    """Only these recipes, or variants of them such as "nvfp4, no Hadamard"; otherwise bf16 and every recipe."""
+    steps: int = 600
     """Compared steps."""
-    seeds: int = 3
-    """Plain runs."""
+    seed: tuple[int, ...] = (1, 2, 3)
+    """Seeds of each variant: of initialisation and of the order of the text."""
     files: tuple[str, ...] = ()
     """Text to train on; otherwise Python's standard library."""
     out: Path | None = None
-    """Folder for recipes.svg and recipes.json; runs that recipes.json holds are not repeated."""
+    """Folder for recipes.json, recipes.svg and a file for each run; runs that are there are not repeated."""
+    overrides: tyro.conf.Suppress[tuple[str, ...]] = ()  # the configuration keys of the command line
 
     def check_values(self) -> None:
         require_positive("steps", self.steps)
-        require_positive("seeds", self.seeds)
+        if not self.seed:
+            raise UserError("--seed names no seed; expected some whole numbers, such as 1 2 3")
 
 
 @dataclass(frozen=True)

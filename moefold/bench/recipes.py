@@ -1,160 +1,187 @@
-"""`moefold bench recipes`: the loss of every precision recipe over the same steps of real text, beside plain bf16.
+"""`moefold bench recipes`: losses of precision recipes, and of parts of them, beside bf16, over the same steps of real
+text and with several seeds.
 
-Plain runs with several seeds show how far losses differ anyway. With `--out`, losses are written after each run, and
-runs that are there already are not repeated, so that a long comparison can be made in several calls.
+The judge is the loss on held-out text after the last step. With `--out` each run is written when it is done, and runs
+that are there already are not repeated: a comparison can be made in several calls, also by processes side by side,
+each with its variants or seeds. The last call reports on all.
 """
 
 from __future__ import annotations
 
 import json
-import sysconfig
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable
 from statistics import mean
 
 from rich.console import Console
 
-from moefold.bench.curves import (
-    ByCurve,
-    Curves,
-    Distances,
-    byte_model,
-    load_text,
-    loss_plot,
-    smoke_test_config,
-    svg_document,
-    training_losses,
-)
+from moefold.bench.curves import ByCurve, Curves, load_text, loss_plot, svg_document
+from moefold.bench.formats import VARIANTS
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import RecipesOptions
-from moefold.bench.report import Report, add_number_columns, report_table, show_report
+from moefold.bench.recipe_runs import (
+    PLAIN,
+    RecipeRun,
+    compared_model,
+    file_of_run,
+    recipe_run,
+    replace_file,
+    save_run,
+    saved_runs,
+)
+from moefold.bench.report import (
+    Report,
+    Row,
+    add_number_columns,
+    report_heading,
+    report_table,
+    show_report,
+    tell_progress,
+)
 from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
-from moefold.config.run import (
-    AttentionConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    MoeConfig,
-    OptimConfig,
-    TrainConfig,
-)
 
-COLOURS = ("#111827", "#6b7280", "#d1d5db", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#b45309", "#0e7490")
-SAME_SEED = "plain, seed 1"  # as the recipes
+COLOURS = (
+    *("#111827", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#b45309", "#0e7490", "#6b7280", "#9f1239"),
+    *("#4d7c0f", "#7c3aed", "#0369a1", "#d97706", "#059669", "#db2777", "#64748b", "#7f1d1d"),
+)
 WINDOW = 25  # steps of the mean that is drawn
+CAPTION = (
+    "held out: mean over the seeds of the loss on text that was not trained on. spread: of the seeds, highest less "
+    "lowest as a share. from bf16: mean over the seeds of the distance from the run in bf16 with the same seed; "
+    "furthest: of one seed. plain: parameters of linear layers that stay in bf16. ms: median step."
+)
+ByVariant = dict[str, list[RecipeRun]]
 
 
 def run_benchmark(options: RecipesOptions) -> int:
     report = recipes_report(options)
     if options.out:
+        text = json.dumps(report)
+        replace_file(options.out / "recipes.json", text)
         svg = recipes_as_svg(report["losses"])
-        (options.out / "recipes.svg").write_text(svg)
+        replace_file(options.out / "recipes.svg", svg)
     return show_report(report, options.json, print_recipes_report)
 
 
-def recipe_curves_config(options: RecipesOptions, device: str) -> Config:
-    """On a GPU 8 layers of 32 experts, 32,768 bytes of text a step; on a CPU a preset's tiny form, as a smoke test."""
-    if device != "cuda":
-        return smoke_test_config(device, options.steps)
-    attention = AttentionConfig(heads=16, kv_heads=4, head_dim=64, qk_norm="head")
-    moe = MoeConfig(experts=32, top_k=4, ffn=512)
-    shape = ModelConfig(layers=8, hidden=1024)
-    model = byte_model(shape, attention, moe)
-    files = options.files or (sysconfig.get_path("stdlib"),)
-    data = DataConfig(source="files", files=files, seq_len=1024)
-    batch = TrainConfig(global_batch=32, micro_batch=32)
-    train = replace(batch, steps=options.steps, device=device)
-    optim = OptimConfig(lr=1e-3, warmup=50)
-    return Config(name="recipes", model=model, data=data, train=train, optim=optim)
-
-
-def recipe_variants(config: Config, recipes: list[str], seeds: int) -> dict[str, Config]:
-    """Plain runs of several seeds, then each recipe with the first seed."""
-    variants: dict[str, Config] = {}
-    for seed in range(1, seeds + 1):
-        train = replace(config.train, seed=seed)
-        variants[f"plain, seed {seed}"] = replace(config, train=train)
-    for recipe in recipes:
-        precision = replace(config.precision, recipe=recipe)
-        variants[recipe] = replace(config, precision=precision)
-    return variants
+def chosen_variants(options: RecipesOptions) -> list[str]:
+    """bf16 and all recipes, unless some variants are named."""
+    named = all_of("variant", options.variant, VARIANTS)
+    recipes = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
+    return named or [PLAIN, *recipes]
 
 
 def recipes_report(options: RecipesOptions) -> Report:
     device = resolve_device(options.device)
-    recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
-    if not recipes:
-        specs = RECIPE_SPECS.items()
-        recipes = [name for name, spec in specs if spec.quantises]
-    config = recipe_curves_config(options, device)
-    corpus = load_text(config)
-    curves = losses_so_far(options.out)
+    variants = chosen_variants(options)
+    runs = list(measured_runs(options, variants, device))
+    if options.out:
+        runs = list(saved_runs(options.out, options.steps))
+    by_variant = runs_by_variant(runs)
     report: Report = machine_facts(device)
     report["steps"] = options.steps
-    report["losses"] = curves
-    variants = recipe_variants(config, recipes, options.seeds)
-    for name, variant in variants.items():
-        known = curves.get(name, [])
-        if len(known) != options.steps:
-            curves[name] = training_losses(variant, corpus)
-            free_device_memory(device)
-        report["summary"] = last_losses(curves)
-        if options.out:
-            text = json.dumps(report)
-            (options.out / "recipes.json").write_text(text)
+    report["losses"] = {name: mean_curve(found) for name, found in by_variant.items()}
+    report["results"] = [variant_row(name, by_variant) for name in by_variant]
     return report
 
 
-def losses_so_far(out: Path | None) -> Curves:
-    if out is None:
-        return {}
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "recipes.json"
+def measured_runs(options: RecipesOptions, variants: list[str], device: str) -> Iterable[RecipeRun]:
+    """Those of this call that are not there yet."""
+    config = compared_model(options, device)
+    corpus = load_text(config)
+    for variant in variants:
+        for seed in options.seed:
+            if options.out and is_measured(options, variant, seed):
+                continue
+            run = recipe_run(config, variant, seed, corpus)
+            tell_progress(f"{variant}, seed {seed}: {run.held_out:.4f} held out, {run.milliseconds:.1f} ms a step")
+            if options.out:
+                save_run(options.out, run)
+            free_device_memory(device)
+            yield run
+
+
+def is_measured(options: RecipesOptions, variant: str, seed: int) -> bool:
+    assert options.out is not None
+    path = file_of_run(options.out, variant, seed)
     if not path.exists():
-        return {}
-    report = json.loads(path.read_text())
-    return report["losses"]
+        return False
+    found = json.loads(path.read_text())
+    return found["steps"] == options.steps
 
 
-def last_losses(curves: Curves) -> Distances:
-    """Mean loss of the last 100 steps, and its distance from the plain run with the same seed, as a share. Other plain
-    runs show how far another seed alone moves the loss."""
-    summary: Distances = {}
-    for name, losses in curves.items():
-        last = mean(losses[-100:])
-        summary[name] = {"last": last}
-    plain = summary[SAME_SEED]["last"]
-    for row in summary.values():
-        over_plain = row["last"] / plain
-        row["from_plain"] = over_plain - 1
-    return summary
+def runs_by_variant(runs: list[RecipeRun]) -> ByVariant:
+    """In the order of the table of variants."""
+    by_variant: ByVariant = {}
+    for name in VARIANTS:
+        found = [run for run in runs if run.variant == name]
+        if found:
+            by_variant[name] = found
+    return by_variant
+
+
+def variant_row(name: str, by_variant: ByVariant) -> Row:
+    """`from_plain`: the mean distance from plain runs of the same seeds, as a share; None without such runs."""
+    runs = by_variant[name]
+    held_out = [run.held_out for run in runs]
+    average = mean(held_out)
+    distances = seed_distances(runs, by_variant.get(PLAIN, []))
+    return {
+        "variant": name,
+        "seeds": [run.seed for run in runs],
+        "held_out": average,
+        "spread": (max(held_out) - min(held_out)) / average,
+        "from_plain": mean(distances) if distances else None,
+        "furthest": max(distances, key=abs) if distances else None,
+        "last": mean(run.last for run in runs),
+        "plain_share": runs[0].plain_share,
+        "milliseconds": mean(run.milliseconds for run in runs),
+    }
+
+
+def seed_distances(runs: list[RecipeRun], plain: list[RecipeRun]) -> list[float]:
+    """Of each run from the plain one with its seed, where there is one."""
+    right_of = {run.seed: run.held_out for run in plain}
+    return [run.held_out / right_of[run.seed] - 1 for run in runs if run.seed in right_of]
 
 
 def print_recipes_report(report: Report) -> None:
-    title = f"{report['card']}, {report['date']}: {report['steps']} steps"
-    table = report_table(title, "run")
-    add_number_columns(table, "last 100 steps", "from plain")
-    for name, row in report["summary"].items():
-        last = f"{row['last']:.4f}"
-        distance = f"{row['from_plain']:+.3%}"
-        table.add_row(name, last, distance)
+    heading = report_heading(report)
+    table = report_table(f"{heading}: {report['steps']} steps", "run", caption=CAPTION)
+    add_number_columns(table, "seeds", "held out", "spread", "from bf16", "furthest", "plain", "ms")
+    for row in report["results"]:
+        seeds = str(len(row["seeds"]))
+        held_out = f"{row['held_out']:.4f}"
+        spread = f"{row['spread']:.2%}"
+        distances = [share_text(row["from_plain"]), share_text(row["furthest"])]
+        share = f"{row['plain_share']:.1%}"
+        table.add_row(row["variant"], seeds, held_out, spread, *distances, share, f"{row['milliseconds']:.1f}")
     Console().print(table)
 
 
+def share_text(share: float | None) -> str:
+    return "" if share is None else f"{share:+.2%}"
+
+
+def mean_curve(runs: list[RecipeRun]) -> list[float]:
+    """The mean over seeds of each step's loss."""
+    curves = [run.losses for run in runs]
+    return [mean(losses) for losses in zip(*curves, strict=True)]
+
+
 def recipes_as_svg(curves: Curves) -> str:
-    """Two plots: the losses, and their differences from the plain run with the same seed; means over some steps."""
+    """Two plots: the losses, and their differences from those in bf16; means over seeds and some steps."""
     smooth: Curves = {}
     for name, losses in curves.items():
         smooth[name] = moving_mean(losses)
-    plain = smooth[SAME_SEED]
+    first = next(iter(smooth))
+    plain = smooth.get(PLAIN, smooth[first])
     differences: Curves = {}
     for name, losses in smooth.items():
         pairs = zip(losses, plain, strict=True)
         differences[name] = [loss - right for loss, right in pairs]
     colours: ByCurve = dict(zip(curves, COLOURS, strict=False))
     upper = loss_plot(smooth, 20, "loss", colours)
-    lower = loss_plot(differences, 320, "loss less that of plain, seed 1", colours)
+    lower = loss_plot(differences, 320, "loss less that of bf16", colours)
     titles = {name: name for name in curves}
     return svg_document([upper, lower], titles, colours)
 

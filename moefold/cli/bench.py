@@ -32,7 +32,7 @@ SUBJECTS = {
     "schedules": BenchSubject(bench_options.SchedulesOptions, "pipeline schedules on one device"),
     "attention": BenchSubject(bench_options.AttentionOptions, "attention kernels, and which repeat to the bit"),
     "curves": BenchSubject(bench_options.CurvesOptions, "losses of fast kernels and of references"),
-    "recipes": BenchSubject(bench_options.RecipesOptions, "losses of precision recipes beside plain runs"),
+    "recipes": BenchSubject(bench_options.RecipesOptions, "losses of precision recipes", takes_config_keys=True),
     "formats": BenchSubject(bench_options.FormatsOptions, "errors, bytes and time of a layer by precision recipe"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),
     "echo": BenchSubject(bench_options.EchoOptions, "rows of the largest rank with clones of hot experts, planned"),

@@ -24,8 +24,8 @@ from moefold.config.precision_recipes import MX_BLOCK
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.quantise.row_blocks import row_blocks
 from moefold.kernels.quantise.scale_swizzle import TILE_ROWS, swizzle_scales
-from moefold.precision.micro_formats import MicroFormat, MicroMatrix, decode_factor
-from moefold.precision.micro_products import MicroOperand, MicroProducts, WeightMatrix, scaled_rows
+from moefold.precision.micro_formats import MicroFormat, MicroMatrix
+from moefold.precision.micro_products import MicroOperand, MicroProducts, WeightMatrix, scaled_gradient, scaled_rows
 
 ScaledProduct = Callable[..., Tensor]  # as torch.nn.functional.scaled_mm
 
@@ -86,10 +86,7 @@ class HardwareProducts(MicroProducts):
         left = lines_of_columns(dy.columns)
         right = lines_of_columns(x.columns)
         dw_ND = self.multiply_lines(left, right)
-        of_dy = decode_factor(dy.columns.encode, dw_ND.device)
-        of_x = decode_factor(x.columns.encode, dw_ND.device)
-        scaled_1ND = dw_ND.float() * of_dy * of_x
-        return scaled_1ND.view(weight.shape).to(weight.dtype)
+        return scaled_gradient(dw_ND[None], dy.columns, x.columns, weight)
 
     def multiply_lines(self, left: LineBlocks, right: LineBlocks) -> Tensor:
         """(R, N) of lines (R, K) and (N, K), bf16."""

@@ -91,14 +91,7 @@ class MicroProducts:
             left = dy_PN.contiguous()
             right = x_PD.contiguous()
             dw_END = self.multiply_columns(left, right, x.padded_ends_E)
-        device = dw_END.device
-        dy_encode = dy.columns.encode
-        x_encode = x.columns.encode
-        of_dy = decode_factor(dy_encode, device)
-        of_x = decode_factor(x_encode, device)
-        scaled_END = dw_END.float() * of_dy * of_x
-        scaled = scaled_END.view(weight.shape)
-        return scaled.to(weight.dtype)
+        return scaled_gradient(dw_END, dy.columns, x.columns, weight)
 
     def padded_rows(self, operand: MicroOperand) -> Tensor:
         """Rows of the column copy."""
@@ -111,10 +104,10 @@ class MicroProducts:
 
 
 def scaled_rows(y_RN: Tensor, a: MicroOperand, b: WeightMatrix) -> Tensor:
-    """Finished sums times the scales of whole matrices, fp32."""
+    """Finished sums times the scales of whole matrices, in the type of the sums."""
     assert a.rows is not None, "an operand of the weight gradient alone"
     if a.rows.encode is None:  # then the weight has none either
-        return y_RN.float()
+        return y_RN
     device = y_RN.device
     of_rows = decode_factor(a.rows.encode, device)
     of_weight = decode_factor(b.matrix.encode, device)
@@ -122,7 +115,19 @@ def scaled_rows(y_RN: Tensor, a: MicroOperand, b: WeightMatrix) -> Tensor:
         expert_R = expert_of_rows(a.ends_E, len(y_RN))
         of_weight = factor_of_experts(of_weight, expert_R)
     factor_R1 = of_rows * of_weight
-    return y_RN * factor_R1  # one pass, in fp32
+    out_RN = torch.empty_like(y_RN)
+    return torch.mul(y_RN, factor_R1, out=out_RN)  # in fp32, rounded once: one pass
+
+
+def scaled_gradient(dw_END: Tensor, dy: MicroMatrix, x: MicroMatrix, weight: Tensor) -> Tensor:
+    """Finished sums times the scales of whole matrices, as the gradient of `weight`."""
+    if dy.encode is None or x.encode is None:
+        return dw_END.view(weight.shape).to(weight.dtype)
+    of_dy = decode_factor(dy.encode, dw_END.device)
+    of_x = decode_factor(x.encode, dw_END.device)
+    out_END = dw_END.new_empty(dw_END.shape, dtype=weight.dtype)
+    torch.mul(dw_END, of_dy * of_x, out=out_END)
+    return out_END.view(weight.shape)
 
 
 def factor_of_experts(factor: Tensor, expert_R: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class MicroscalingRecipe:
     def draw(self, number_R: Tensor, blocks: RowBlocks) -> RowDraws:
         """By row and output; by the block's first row, output and place in the block."""
         device = number_R.device
-        column_N = self.numbers.column_N.to(device)
+        column_N = self.numbers.on_device(device)
         rows = random_counters(number_R, self.stream, column_N)
         # Blocks of K rows
         height = self.format.block
@@ -150,6 +150,12 @@ class RowNumbering:
         for dim, (first, size) in enumerate(part_of_outputs):
             places = places.narrow(dim, first, size)
         self.column_N = places.flatten()
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """`column_N`, uploaded once: a graph of the step takes nothing from the host."""
+        if self.column_N.device != device:
+            self.column_N = self.column_N.to(device)
+        return self.column_N
 
     def of_rows(self, number_R: Tensor, expert_R: Tensor) -> Tensor:
         return number_R * self.experts + self.first_expert + expert_R

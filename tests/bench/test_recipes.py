@@ -1,4 +1,5 @@
-"""`moefold bench recipes`: plain runs and recipes over the same steps, resumed from what was measured, and the plot."""
+"""`moefold bench recipes`: variants and seeds over the same steps, each run in a file of its own; distances and spreads
+by hand; the share of plain parameters by hand."""
 
 from __future__ import annotations
 
@@ -9,43 +10,68 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from moefold.bench.formats import VARIANTS
 from moefold.bench.options import RecipesOptions
-from moefold.bench.recipes import COLOURS, last_losses, moving_mean
+from moefold.bench.recipe_runs import RecipeRun, model_for_gpu, plain_share, variant_config
+from moefold.bench.recipes import COLOURS, moving_mean, runs_by_variant, variant_row
 from moefold.cli.bench import run_command
-from moefold.config.precision_recipes import RECIPE_SPECS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the larger model would run")
-def test_recipes_are_compared_with_plain_runs_and_measured_ones_are_not_repeated(
+def test_processes_share_a_folder_and_measured_runs_are_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    arguments = ["recipes", "--json", "--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
-    assert run_command([*arguments, "--recipe", "fp8_row"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert set(report["losses"]) == {"plain, seed 1", "fp8_row"}
-    assert abs(report["summary"]["fp8_row"]["from_plain"]) < 0.02
-    measured = tmp_path / "recipes.json"
-    changed = json.loads(measured.read_text())
-    changed["losses"]["fp8_row"] = [7.0, 7.0]  # a run would give another
+    shared = ["recipes", "--json", "--steps", "2", "--seed", "1", "--out", str(tmp_path)]
+    small = ["--model.moe.experts", "4", "--train.validate_sequences", "2"]
+    assert run_command([*shared, "--variant", "nvfp4, round to nearest", *small]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["results"][0]["from_plain"] is None, "no run in bf16 to compare with yet"
+    measured = tmp_path / "runs" / "nvfp4-round-to-nearest-1.json"
+    changed = json.loads(measured.read_text()) | {"held_out": 7.0}  # a run would give another
     measured.write_text(json.dumps(changed))
-    assert run_command([*arguments, "--recipe", "fp8_row"]) == 0
+    assert run_command([*shared, "--variant", "bf16", "nvfp4, round to nearest", *small]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["losses"]["fp8_row"] == [7.0, 7.0]
+    plain, nearest = report["results"]
+    assert (plain["variant"], nearest["held_out"]) == ("bf16", 7.0)
+    assert 4 < plain["held_out"] < 7, "untrained, a byte of 256 costs 5.5"
     svg = (tmp_path / "recipes.svg").read_text()
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert svg.count("<polyline") == 4, "two losses and two differences"
 
 
-def test_the_distance_is_a_share_of_the_plain_run_with_the_same_seed():
-    curves = {"plain, seed 1": [9.0, *[3.0] * 100], "plain, seed 2": [4.0] * 100, "fp8_row": [3.3] * 100}
-    losses = last_losses(curves)
-    assert losses["fp8_row"]["last"] == pytest.approx(3.3)
-    assert losses["fp8_row"]["from_plain"] == pytest.approx(0.1)
+def run_of(variant: str, seed: int, held_out: float) -> RecipeRun:
+    return RecipeRun(variant, seed, 3, [9.0, 4.0, 2.0], held_out, 0.1, 5.0)
+
+
+def test_a_distance_is_the_mean_over_seeds_of_shares_of_bf16_with_the_same_seed():
+    plain = [run_of("bf16", 1, 2.0), run_of("bf16", 2, 4.0)]
+    mine = [run_of("nvfp4", 2, 4.4), run_of("nvfp4", 1, 2.1)]
+    row = variant_row("nvfp4", runs_by_variant([*mine, *plain]))
+    assert row["from_plain"] == pytest.approx(0.075)
+    assert row["furthest"] == pytest.approx(0.1)
+    assert row["spread"] == pytest.approx(2.3 / 3.25)
+    assert row["last"] == pytest.approx(5.0)
+
+
+def test_one_layer_of_eight_stays_plain_in_nvfp4_below_16_percent_of_linear_parameters():
+    config = model_for_gpu(RecipesOptions())
+    attention = 512 * (512 + 2 * 128) + 512 * 512
+    experts = 32 * (2 * 512 + 512) * 512
+    router, head = 32 * 512, 256 * 512
+    every = 8 * (attention + experts + router) + head
+    assert plain_share(variant_config(config, "bf16", 1)) == 1.0
+    assert plain_share(variant_config(config, "mxfp8", 1)) == pytest.approx((8 * router + head) / every)
+    left = attention + experts + 8 * router + head
+    for name in VARIANTS:
+        if name.startswith("nvfp4"):
+            share = plain_share(variant_config(config, name, 1))
+            assert share == pytest.approx(left / every)
+            assert share < 0.16
 
 
 def test_the_first_means_are_over_fewer_steps():
     assert moving_mean([1.0, 3.0, 5.0]) == [1.0, 2.0, 3.0]
 
 
-def test_every_recipe_and_three_plain_runs_have_a_colour_of_their_own():
-    assert len(set(COLOURS)) >= sum(spec.quantises for spec in RECIPE_SPECS.values()) + RecipesOptions().seeds
+def test_every_variant_has_a_colour_of_its_own():
+    assert len(set(COLOURS)) >= len(VARIANTS)

@@ -64,6 +64,8 @@ VARIANTS = {
     "recompute": "--memory.recompute norm,core,moe@0",
     "FP8 blocks": "--precision.recipe fp8_block",
     "FP8 rows": "--precision.recipe fp8_row",
+    "MXFP8": "--precision.recipe mxfp8",
+    "NVFP4": "--precision.recipe nvfp4 --precision.exclude_last 0",
     "delayed scales": "--precision.recipe fp8_row --precision.scaling delayed --precision.history 3",
     "weights stored in FP8": "--precision.recipe fp8_block --precision.storage fp8",
 }
