@@ -6,9 +6,8 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 PIECE_BYTES = 16 << 20
 THREADS = min(8, os.cpu_count() or 1)  # neither copying nor checksums hold the GIL
@@ -39,38 +38,3 @@ def checksum_of(whole: memoryview) -> int:
 def piece_checksum(whole: memoryview, begin: int) -> int:
     with whole[begin : begin + PIECE_BYTES] as piece:
         return zlib.crc32(piece)
-
-
-class PieceWriter:
-    """Writes a file by several threads. What is given to `write` must not change before `finish`."""
-
-    def __init__(self, file: int):
-        self.file = file
-        self.size = 0
-        self.pool = ThreadPoolExecutor(THREADS)
-        self.pieces: list[Future[int]] = []
-
-    def write(self, raw: Any) -> None:
-        rest = memoryview(raw)
-        while rest:
-            begun = self.size % PIECE_BYTES
-            piece = rest[: PIECE_BYTES - begun]
-            before = self.pieces.pop() if begun else None
-            writing = self.pool.submit(write_part, self.file, piece, self.size, before)
-            self.pieces.append(writing)
-            self.size += len(piece)
-            rest = rest[len(piece) :]
-
-    def finish(self) -> int:
-        """Wait for the threads; the checksum of the file."""
-        with self.pool:
-            return joint_checksum(piece.result() for piece in self.pieces)
-
-
-def write_part(file: int, raw: memoryview, offset: int, before: Future[int] | None) -> int:
-    """Write a part of a piece; the checksum of the piece up to its end."""
-    checksum = before.result() if before else 0
-    written = 0
-    while written < len(raw):
-        written += os.pwrite(file, raw[written:], offset + written)
-    return zlib.crc32(raw, checksum)

@@ -27,7 +27,6 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from moefold.checkpoint.keeper.checksums import PieceWriter
 from moefold.checkpoint.keeper.messages import (
     LostConnection,
     Message,
@@ -37,6 +36,7 @@ from moefold.checkpoint.keeper.messages import (
     send_file_bytes,
     send_message,
 )
+from moefold.checkpoint.keeper.piece_writer import PieceWriter
 from moefold.config.errors import UserError
 from moefold.layout.environment import launcher_pid
 

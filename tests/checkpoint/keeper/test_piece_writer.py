@@ -1,13 +1,15 @@
-"""Checksums of kept files: the same however a file was written, another one after any change."""
+"""The writer of kept files, and their checksums: the same however a file was written, another one after any change."""
 
 from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.keeper.checksums import PIECE_BYTES, PieceWriter, file_checksum
+from moefold.checkpoint.keeper.checksums import PIECE_BYTES, file_checksum
+from moefold.checkpoint.keeper.piece_writer import PieceWriter
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
@@ -31,9 +33,11 @@ def test_a_file_written_in_any_parts_has_its_bytes_and_the_checksum_that_reading
     os.close(file)
 
 
-def test_a_part_that_cannot_be_written_is_an_error_of_the_file():
-    writer = PieceWriter(os.open(os.devnull, os.O_RDONLY))
+def test_a_part_that_cannot_be_written_is_an_error_of_the_file(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"before")
+    file = os.open(tmp_path / "file", os.O_WRONLY)  # whose pages cannot be mapped
+    writer = PieceWriter(file)
     writer.write(b"bytes")
     with pytest.raises(OSError):
         writer.finish()
-    os.close(writer.file)
+    os.close(file)
