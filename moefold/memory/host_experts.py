@@ -5,14 +5,14 @@
 
 A unit is the weights of a layer's routed experts on this rank: in the model's precision, or in the blocks of
 `lora.base`. Two units have device memory at a time, the one in use and the next (model/unit_window.py); with paired
-slots two of each pass. A unit takes the memory that the one before it left: sizes are equal, so the allocator gives the
-same memory again. The copy stream waits for what used that memory, and the compute stream for the copy; the host waits
-for nothing. On a CPU the same code copies at once.
+slots two of each pass. A unit takes the memory that one before it left (model/unit_memory.py). The copy stream waits
+for what used that memory, and the compute stream for the copy; the host waits for nothing. On a CPU the same code
+copies at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +73,11 @@ class FetchedExperts(UnitWindow):
         if device.type == "cuda" and self.stream is None:
             self.stream = torch.cuda.Stream(device)
 
-    def comes_and_goes(self, unit: str) -> bool:
-        return unit in self.weights
+    def units(self) -> Collection[str]:
+        return self.weights.keys()
+
+    def tensors_of(self, unit: str) -> list[Tensor]:
+        return [copy.on_device for copy in self.copies(unit)]
 
     def copies(self, unit: str) -> tuple[HostCopy, ...]:
         found: tuple[HostCopy, ...] = ()
@@ -83,26 +86,22 @@ class FetchedExperts(UnitWindow):
         return found
 
     @torch.no_grad()
-    def bring(self, unit: str) -> list[PendingFetch]:
+    def bring(self, unit: str, readers: Sequence[Any]) -> list[PendingFetch]:
         copies = self.copies(unit)
-        for copy in copies:
-            memory = copy.on_device.untyped_storage()
-            memory.resize_(copy.on_host.nbytes)
-            self.fetched_bytes += copy.on_host.nbytes
+        self.fetched_bytes += sum(copy.on_host.nbytes for copy in copies)
         if self.stream is None:
             fill_from_host(copies)
             return [PendingFetch(copies)]
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)  # which may still use this memory for what was in it before
+        for event in readers:
+            self.stream.wait_event(event)
         with torch.cuda.stream(self.stream):
             fill_from_host(copies)
         event = self.stream.record_event()
         return [PendingFetch(copies, event)]
 
     def release(self, unit: str) -> None:
-        for copy in self.copies(unit):
-            memory = copy.on_device.untyped_storage()
-            memory.resize_(0)
         drop_copies(self.weights[unit])
 
 

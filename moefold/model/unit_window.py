@@ -18,15 +18,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, Protocol
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moefold.model.steps import PassKey, PassKind, Step
+from moefold.model.unit_memory import UnitMemory, bytes_of_unit, make_unit_memory
 from moefold.observe.trace import SpanRecorder
 
 Units = frozenset[str]
@@ -76,6 +78,7 @@ class UnitArrival:
     begun: float
     pending: Sequence[PendingWeights]
     waited: set[int] = field(default_factory=set)  # threads
+    streams: list[Any] = field(default_factory=list)  # theirs, on a GPU
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_made: torch.cuda.Event | None = None  # on the stream of the first thread
 
@@ -96,19 +99,24 @@ class UnitArrival:
             spans.add_span(self.unit, what, self.begun)
 
     def keep_for_this_stream(self, is_first: bool) -> None:
-        """Keep the allocator from reusing memory, once it is freed, before the current stream is done with it; and the
-        stream from reading what the first one has not made."""
+        """Keep the allocator from reusing its memory, once it is freed, before the current stream is done with it; and
+        the stream from reading what the first one has not made."""
         for weights in self.pending:
             for tensor in weights.arriving_tensors():
                 if not tensor.is_cuda:
                     return
                 stream = torch.cuda.current_stream()
                 tensor.record_stream(stream)
+        self.streams.append(torch.cuda.current_stream())
         if is_first:
             self.is_made = torch.cuda.Event()
             self.is_made.record()
         elif self.is_made is not None:
             self.is_made.wait()
+
+    def reads_so_far(self) -> list[Any]:
+        """Events behind all that reads the unit."""
+        return [stream.record_event() for stream in self.streams]
 
 
 class SeenUnits(threading.local):
@@ -127,26 +135,40 @@ class UnitWindow(ABC):
         self.spans = spans
         self.most = most
         self.here: dict[str, UnitArrival] = {}  # units with memory, the one used last at the end
-        self.in_use: Units = frozenset()
+        self.in_use: dict[PassKind, Units] = {}  # by the passes that run, of which paired slots have two
+        self.next: dict[PassKind, Units] = {}  # what each of them was brought ahead
         self.turns: dict[int, UnitsInTurn] = {}  # by the identity of a step
         self.steps: list[Step] = []  # those steps, kept so that none takes the identity of another
         self.orders = defaultdict[StepListKey, list[Units]](list)
         self.coming: Sequence[ComingPass] = ()
         self.late_units = 0
+        self.arrivals = 0
         self.seen = SeenUnits()
         self.lock = threading.RLock()
 
     @abstractmethod
-    def comes_and_goes(self, unit: str) -> bool:
-        """Whether the unit is one of this window; others are always here."""
+    def units(self) -> Collection[str]:
+        """The units that come and go; others are always here."""
 
     @abstractmethod
-    def bring(self, unit: str) -> Sequence[PendingWeights]:
-        """Give the unit memory, and begin to fill it."""
+    def tensors_of(self, unit: str) -> list[Tensor]:
+        """What has memory while the unit is here."""
+
+    @abstractmethod
+    def bring(self, unit: str, readers: Sequence[Any]) -> Sequence[PendingWeights]:
+        """Begin to fill the unit's memory. `readers`: events behind those of the units that had it before."""
 
     @abstractmethod
     def release(self, unit: str) -> None:
-        """Free the unit's memory."""
+        """The unit's memory is taken."""
+
+    @cached_property
+    def memory(self) -> UnitMemory:
+        sizes = [bytes_of_unit(self.tensors_of(unit)) for unit in self.units()]
+        return make_unit_memory(sizes)
+
+    def comes_and_goes(self, unit: str) -> bool:
+        return unit in self.units()
 
     def enter_backward(self, units: Units) -> None:
         """Backward has come to these units."""
@@ -169,30 +191,48 @@ class UnitWindow(ABC):
         turn = self.turns.get(id(step))
         if turn is None:
             self.seen.units = set()
-            self.in_use = frozenset()
+            with self.lock:
+                self.note_use(kind, frozenset())
             return
         if not turn.units:
             return
         with self.lock:
             if kind == "D":
                 self.enter_backward(turn.units)
-            self.in_use = turn.units
+            self.note_use(kind, turn.units)
         self.require(turn.units)
         following = turn.neighbour(kind) or self.first_of_coming_pass(kind)
         with self.lock:
-            self.bring_ahead(following)
+            self.bring_ahead(kind, following)
+
+    def note_use(self, kind: PassKind, units: Units) -> None:
+        self.in_use[kind] = units
+        self.next.pop(kind, None)
 
     def announce(self, coming: Sequence[ComingPass]) -> None:
-        """The passes of the slot behind the one that begins."""
-        self.coming = coming
+        """The passes of the slot behind the one that begins. Those that begin were announced before."""
+        with self.lock:
+            self.in_use.clear()
+            self.next.clear()
+            for beginning in self.coming:
+                _, kind = beginning
+                self.next[kind] = self.first_of_pass(beginning)
+            self.coming = coming
+
+    def first_of_pass(self, coming: ComingPass) -> Units:
+        key, kind = coming
+        order = self.orders.get(key)
+        if not order:
+            return frozenset()
+        return order[0] if kind == "F" else order[-1]
 
     def first_of_coming_pass(self, kind: PassKind) -> Units:
         """What a pass of this kind in the next slot begins with; if there is none, one of the other kind."""
         in_order = sorted(self.coming, key=lambda coming: coming[1] != kind)
-        for key, next_kind in in_order:
-            order = self.orders.get(key)
-            if order:
-                return order[0] if next_kind == "F" else order[-1]
+        for coming in in_order:
+            first = self.first_of_pass(coming)
+            if first:
+                return first
         return frozenset()
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
@@ -226,7 +266,7 @@ class UnitWindow(ABC):
         wanted = [unit for unit in sorted(units) if self.comes_and_goes(unit)]
         arrivals: list[UnitArrival] = []
         with self.lock:
-            keep = {*wanted, *self.in_use}
+            keep = {*wanted, *self.used_now()}
             for unit in wanted:
                 self.late_units += unit not in self.here
                 self.begin_arrival(unit, keep)
@@ -237,10 +277,16 @@ class UnitWindow(ABC):
         for arrival in arrivals:
             arrival.wait(self.spans, self.arrives)
 
-    def bring_ahead(self, units: Units) -> None:
-        """Send for units that come next, as far as there is room beside those in use."""
-        keep = set(filter(self.comes_and_goes, self.in_use))
+    def used_now(self) -> set[str]:
+        """The units of this window that passes use."""
+        used = chain.from_iterable(self.in_use.values())
+        return set(filter(self.comes_and_goes, used))
+
+    def bring_ahead(self, kind: PassKind, units: Units) -> None:
+        """Send for units that come next in a pass, as far as there is room beside those in use."""
+        keep = self.used_now()
         following = filter(self.comes_and_goes, units)
+        self.next[kind] = units
         for unit in sorted(following):
             keep.add(unit)
             if len(keep) > self.most:
@@ -252,12 +298,18 @@ class UnitWindow(ABC):
             return
         self.make_room(keep)
         begun = time.time()
-        pending = self.bring(unit)
+        tensors = self.tensors_of(unit)
+        readers = self.memory.lend(unit, tensors)
+        pending = self.bring(unit, readers)
         self.here[unit] = UnitArrival(unit, begun, pending)
+        self.arrivals += 1
 
     def make_room(self, keep: set[str]) -> None:
-        """Free the units that were used longest ago, but none of `keep`, until there is room for one more."""
-        for unit in list(self.here):
+        """Free units, but none of `keep`, until there is room for one more: those that were used longest ago, and
+        those that a pass needs next only behind all others."""
+        awaited = set(chain.from_iterable(self.next.values()))
+        in_order = sorted(self.here, key=awaited.__contains__)
+        for unit in in_order:
             if len(self.here) < self.most:
                 return
             if unit not in keep:
@@ -267,9 +319,12 @@ class UnitWindow(ABC):
         arrival = self.here.pop(unit)
         arrival.wait(self.spans, self.arrives)
         self.release(unit)
+        readers = arrival.reads_so_far() if self.memory.outlives_units else ()
+        self.memory.take_back(unit, self.tensors_of(unit), readers)
 
     def free_all(self) -> None:
         """What is here no longer holds."""
-        self.in_use = frozenset()
+        self.in_use.clear()
+        self.next.clear()
         for unit in list(self.here):
             self.free(unit)

@@ -417,7 +417,7 @@ class BucketMaker:
 def keep_share_alone(bucket: Bucket, storage: ShardedWeights) -> None:
     """Keep this rank's share of the weights, and free the rest. Parameters without memory know their share."""
     own = storage.weights_of_share(bucket.share)
-    storage.free()
+    storage.free_weights()
     for piece in bucket.pieces():
         values = own[piece.window]
         share = HeldShare(piece.first, values)

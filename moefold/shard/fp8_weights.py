@@ -169,6 +169,9 @@ class Fp8Weights(FlatWeights):
     def release_copies(self) -> None:
         """Free the bytes, before new ones are made."""
         del self.values
+        self.release_layouts()
+
+    def release_layouts(self) -> None:
         for parameter, _, _ in self.matrices:
             release_stored(parameter)
 
@@ -211,7 +214,7 @@ class Fp8Weights(FlatWeights):
 
 class ShardedFp8Weights(ShardedWeights, Fp8Weights):
     """Weights in FP8 of which a rank keeps the bytes of its share and all scales (ZeRO-3). The bytes of all replicas
-    are there from `allocate` to `free`, in both layouts once they are gathered."""
+    are there while the unit is, in both layouts once they are gathered."""
 
     is_open = False
 
@@ -223,6 +226,10 @@ class ShardedFp8Weights(ShardedWeights, Fp8Weights):
         self.release_weights()
         for parameter, _, _ in self.matrices:
             detach_held_share(parameter)  # main weights are what is saved
+        size = len(self.weights)
+        dtype = self.format.rule.format.dtype
+        self.values = torch.empty(size, dtype=dtype, device=self.main.device)
+        self.values.untyped_storage().resize_(0)
         self.is_open = True
 
     def held_weights(self, share: slice) -> Tensor | None:
@@ -231,15 +238,12 @@ class ShardedFp8Weights(ShardedWeights, Fp8Weights):
     def before_gather(self, agree: LargestOfReplicas) -> None:
         self.mine = self.quantise(self.main, self.share.start, agree)
 
-    def allocate(self) -> None:
-        size = len(self.weights)
-        self.values = self.mine.new_empty(size)
+    def gathered_memory(self) -> Tensor:
+        return self.values if self.is_open else self.weights
 
-    def free(self) -> None:
+    def forget_gathered(self) -> None:
         if self.is_open:
-            self.release_copies()
-        else:
-            super().free()
+            self.release_layouts()
 
     def wire_tensors(self, share: slice) -> list[Wire]:
         gathered = self.values.view(torch.uint8)

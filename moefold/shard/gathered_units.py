@@ -10,9 +10,11 @@ A unit is a block, the embedding or the head (`unit_of_parameter`). When units c
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.layout.declare import DeclaringModule
@@ -75,22 +77,26 @@ class GatheredUnits(UnitWindow):
 
     # ---- as a window
 
-    def comes_and_goes(self, unit: str) -> bool:
-        return unit in self.sharded
+    def units(self) -> Collection[str]:
+        return self.sharded.keys()
+
+    def tensors_of(self, unit: str) -> list[Tensor]:
+        return [sharded_storage(bucket).gathered_memory() for bucket in self.sharded[unit]]
 
     def enter_backward(self, units: Units) -> None:
         self.gradients.enter_units(units)
 
-    def bring(self, unit: str) -> list[PendingGather]:
+    def bring(self, unit: str, readers: Sequence[Any]) -> list[PendingGather]:
         buckets = self.sharded[unit]
         if not self.are_prepared:  # the first gather of a run
             self.prepare_shares()
-        return [begin_bucket_gather(bucket) for bucket in buckets]
+        for event in readers:
+            event.wait()
+        return [gather_shares(bucket, "unit") for bucket in buckets]
 
     def release(self, unit: str) -> None:
         for bucket in self.sharded[unit]:
-            assert isinstance(bucket.storage, ShardedWeights)
-            bucket.storage.free()
+            sharded_storage(bucket).forget_gathered()
             weights = [parameter.tensor for parameter in bucket.parameters]
             drop_copies(weights)
 
@@ -117,8 +123,7 @@ class GatheredUnits(UnitWindow):
         """There is nothing to wait for: shares are up to date."""
 
 
-def begin_bucket_gather(bucket: Bucket) -> PendingGather:
+def sharded_storage(bucket: Bucket) -> ShardedWeights:
     storage = bucket.storage
     assert isinstance(storage, ShardedWeights)
-    storage.allocate()
-    return gather_shares(bucket, "unit")
+    return storage

@@ -254,9 +254,9 @@ class SplitValues:
 
 
 class ShardedWeights(FlatWeights):
-    """Weights of which a rank keeps its share. The flat tensor has memory from `allocate` to `free`, its parameters
+    """Weights of which a rank keeps its share. The flat tensor has memory while its unit is here, and its parameters
     have values once the shares of all replicas are gathered (shard/gathered_units.py). Its address may be another each
-    time, but views of it stay views: memory is taken from and given to one storage object."""
+    time, but views of it stay views: memory is given to and taken from one storage object."""
 
     own: Tensor | None = None
 
@@ -266,20 +266,25 @@ class ShardedWeights(FlatWeights):
             self.own = mine.clone()
         return self.own
 
-    def allocate(self) -> None:
-        memory = self.weights.untyped_storage()
-        memory.resize_(self.weights.nbytes)
-
-    def free(self) -> None:
+    def free_weights(self) -> None:
+        """Keep the share alone."""
         memory = self.weights.untyped_storage()
         memory.resize_(0)
+
+    def gathered_memory(self) -> Tensor:
+        """What gathers write to."""
+        return self.weights
+
+    def forget_gathered(self) -> None:
+        """The memory of what was gathered is taken."""
+        return
 
     def held_weights(self, share: slice) -> Tensor | None:
         """The weights of the share that this rank keeps; None where it keeps them in another form."""
         return self.weights_of_share(share)
 
     def gathered_tensors(self) -> list[Tensor]:
-        """What has memory from `allocate` to `free`."""
+        """What has memory while the unit is here."""
         return [self.weights]
 
     def wire_tensors(self, share: slice) -> list[Wire]:

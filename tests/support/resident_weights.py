@@ -14,8 +14,10 @@ from moefold.layout.axes import World
 from moefold.layout.held_share import held_share_of
 from moefold.model.steps import PassKey, PassKind, Step
 from moefold.model.transformer import Transformer
+from moefold.model.unit_memory import UnitBuffers, aligned, can_give_memory
 from moefold.shard import buckets as buckets_module
 from moefold.shard.buckets import Bucket
+from moefold.shard.gathered_units import GatheredUnits
 from moefold.shard.storage import ShardedWeights
 from moefold.train import assemble
 from moefold.train.assemble import Run, assemble_run
@@ -25,13 +27,15 @@ from moefold.train.share_out import WeightFiller
 @dataclass
 class ResidentWeights:
     """An observer of steps. Bytes: `at_start` the most while the run is assembled, `in_steps` the most around a step,
-    `shares` what is held for good, `units` those of each unit whole."""
+    `shares` what is held for good, `units` those of each unit whole. `addresses`: where gathers wrote each bucket."""
 
     model: Transformer | None = None
+    window: GatheredUnits | None = None
     at_start: int = 0
     in_steps: int = 0
     shares: int = 0
     units: dict[str, int] = field(default_factory=dict)
+    addresses: dict[int, set[int]] = field(default_factory=dict)
 
     def count(self) -> int:
         """Another thread may free one unit and gather the next in the midst of a count, which then has both: a count
@@ -51,14 +55,30 @@ class ResidentWeights:
             held: list[Tensor] = [parameter] if share is None else [parameter, share.values]
             for tensor in held:
                 storage = tensor.untyped_storage()
-                memory[storage._cdata] = storage.nbytes()
-        return sum(memory.values())
+                memory[storage._cdata] = 0 if self.is_lent(tensor) else storage.nbytes()
+        return sum(memory.values()) + sum(buffer.nbytes for buffer in self.buffers())
+
+    def buffers(self) -> list[Tensor]:
+        """What units lie in while they are here."""
+        if self.window is None or not isinstance(self.window.memory, UnitBuffers):
+            return []
+        return [end.buffer for end in self.window.memory.ends if end.is_first]
+
+    def is_lent(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(0 <= address - buffer.data_ptr() < buffer.nbytes for buffer in self.buffers())
 
     def count_at_start(self) -> None:
         self.at_start = max(self.at_start, self.count())
 
     def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
         self.in_steps = max(self.in_steps, self.count())
+        if self.window is None:
+            return
+        for number, bucket in enumerate(self.window.buckets):
+            address = bucket.weights.data_ptr()
+            if isinstance(bucket.storage, ShardedWeights) and address:
+                self.addresses.setdefault(number, set()).add(address)
 
     after = before
 
@@ -66,23 +86,28 @@ class ResidentWeights:
         for bucket in buckets:
             storage = bucket.storage
             if isinstance(storage, ShardedWeights):
-                self.units[bucket.unit] = self.units.get(bucket.unit, 0) + bucket.weights.nbytes
+                self.units[bucket.unit] = self.units.get(bucket.unit, 0) + aligned(bucket.weights.nbytes)
             self.shares += storage.weight_bytes()
 
     def forget_model(self) -> None:
         """So that the figures can be sent to another process."""
         self.model = None
+        self.window = None
 
     def excess(self, config: Config) -> str:
-        """What is held beyond the shares and the two largest units; with paired slots, the four largest."""
+        """What is held beyond the shares and the two largest units, with paired slots twice; or that gathers write to
+        more places than units have at a time."""
         if config.shard.mode == "zero1":
             return ""
-        most = 4 if config.pipeline.pair else 2
-        largest = sorted(self.units.values())[-most:]
-        allowed = self.shares + sum(largest)
-        if self.at_start <= allowed and self.in_steps <= allowed:
-            return ""
-        return f"{self.at_start} bytes at the start and {self.in_steps} in steps; {allowed} are allowed"
+        passes = 2 if config.pipeline.pair else 1
+        largest = sorted(self.units.values())[-2:]
+        allowed = self.shares + passes * sum(largest)
+        if self.at_start > allowed or self.in_steps > allowed:
+            return f"{self.at_start} bytes at the start and {self.in_steps} in steps; {allowed} are allowed"
+        places = max(map(len, self.addresses.values()), default=0)
+        if can_give_memory() and places > 2 * passes:
+            return f"gathers write a bucket to {places} places"
+        return ""
 
 
 def assemble_watched_run(
@@ -110,4 +135,6 @@ def assemble_watched_run(
         run = assemble_run(config, world, Path("."), corpus, fill)
     weights.count_at_start()
     weights.note_units(run.parameters.buckets)
+    if isinstance(run.parameters, GatheredUnits):
+        weights.window = run.parameters
     return run, weights
