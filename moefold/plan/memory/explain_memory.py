@@ -151,7 +151,8 @@ def list_pieces(pieces: StagePieces) -> str:
 def buffer_names(s: RunSetting) -> str:
     names = "pipeline messages, rotary tables, GEMM workspace"
     if s.choices.sharding == "fsdp":
-        names += ", weights and gradients of two units"
+        units = "four units and gradients of two" if s.pipeline.pair else "two units and their gradients"
+        names += f", weights of {units}"
     if s.states_on_host and s.choices.stack == "moefold":
         names += ", chunks of states from host memory"
     if s.portion.stashes:

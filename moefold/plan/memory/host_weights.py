@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moefold.anatomy.host_experts import experts_on_host
-from moefold.anatomy.weight_units import units_at_a_time
+from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.memory_regions import entries_of_expert_weights
 from moefold.config.run import Config, LoraConfig, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
 from moefold.plan.memory.rank_stages import RankStages
@@ -31,9 +31,8 @@ def host_weights(s: RunSetting, rank: RankStages) -> HostWeights:
         return HostWeights(0.0, 0.0)
     pieces = [piece for stage in rank.pieces for piece in stage]
     units = [by_layer.get(layer, 0.0) for piece, layer in pieces if piece in "tm"]
-    most = units_at_a_time(s.pipeline)
-    largest = sorted(units)[-most:]
-    return HostWeights(sum(units), sum(largest))
+    on_device = size_of_buffers(units, s.pipeline)
+    return HostWeights(sum(units), on_device)
 
 
 def bytes_by_layer(s: RunSetting) -> Mapping[int, float]:

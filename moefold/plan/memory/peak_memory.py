@@ -16,6 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from moefold.anatomy.visiting_states import visiting_bytes
+from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.run import Config
 from moefold.plan.memory.grouped_parameters import with_groups
 from moefold.plan.memory.host_weights import host_weights
@@ -32,7 +33,7 @@ from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
 CUBLAS_WORKSPACE = GIB / 16  # allocated by torch for cuBLAS
-UNITS_AT_A_TIME = 2  # one that is updated, and one that backward is in
+UNITS_AT_A_TIME = 2  # with gradients: one that is reduced or updated, and one that backward is in
 PIPELINE_MESSAGES = 4  # two received ahead and one sent, each way
 OP_DESCRIPTIONS = {"F": "forward", "D": "backward", "W": "weight gradients"}
 
@@ -307,24 +308,31 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
 
 def whole_unit_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
     """Bytes of whole weights and gradients with FSDP: of two layers and of one; in this trainer of the two largest
-    units, the one in use and the next, and gradients of the one in backward and of that on its way."""
+    units, the one in use and the next, with paired slots for each of two passes, and gradients of the one in backward
+    and of that on its way."""
     wide = s.recipe.wide
     gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
     if s.choices.stack != "moefold":
         layers = sum(map(layer_count, rank.pieces))
         layer_parameters = state.parameters / max(1, layers)
         return layer_parameters * (2 * wide + gradient)
-    whole = parameters_of_two_units(s, rank)
-    return whole * (wide + state.trained * gradient)
+    weights = parameters_of_whole_units(s, rank)
+    largest = sorted(unit_parameters(s, rank))[-UNITS_AT_A_TIME:]
+    gradients = state.trained * sum(largest)
+    return weights * wide + gradients * gradient
 
 
-def parameters_of_two_units(s: RunSetting, rank: RankStages) -> float:
-    """Parameters of the two largest units of a rank, which are whole at a time in a fully sharded run."""
+def parameters_of_whole_units(s: RunSetting, rank: RankStages) -> float:
+    """Parameters of the units of a rank that have memory at a time in a fully sharded run."""
+    return size_of_buffers(unit_parameters(s, rank), s.pipeline)
+
+
+def unit_parameters(s: RunSetting, rank: RankStages) -> list[float]:
+    """The parameters of each unit of a rank that are shared out."""
     units: list[float] = []
     for pieces in rank.pieces:
         units += [sharded_parameters(s, *piece) for piece in pieces]
-    largest = sorted(units)[-2:]
-    return sum(largest)
+    return units
 
 
 def sharded_parameters(s: RunSetting, piece: str, layer: int) -> float:

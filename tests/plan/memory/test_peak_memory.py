@@ -139,6 +139,18 @@ def test_fully_sharded_weights_are_shares_and_two_units():
     assert copied.state == pytest.approx(2 * rank.state)
 
 
+def test_in_pairs_two_units_of_each_pass_are_whole_and_gradients_of_one():
+    words = ["--train.global_batch=64", "--parallel.pp=2", "--shard.mode=zero3"]
+    config = resolve_recipe("mixtral-8x7b", words, world=8)
+    paired = replace(config, pipeline=replace(config.pipeline, pair=True))
+    choices = replace(EVEN, stack="moefold")
+    alone = plan_memory(config, 8, choices)
+    layers = config.model.layers
+    layer = (total_parameters(config.model) - 2 * config.model.vocab * config.model.hidden) / layers
+    for rank, both in zip(alone, plan_memory(paired, 8, choices), strict=True):
+        assert both.buffers - rank.buffers == pytest.approx(2 * layer * 2, rel=1e-5)
+
+
 def test_of_a_fully_sharded_base_ranks_hold_shares_and_two_units_without_gradients():
     words = ["--train.global_batch=64", "--lora.rank=16"]
     config = resolve_recipe("mixtral-8x7b", words, world=8)
