@@ -265,6 +265,40 @@ class EchoOptions(BenchOptions):
 
 
 @dataclass(frozen=True)
+class DispatchOptions(DeviceOptions):
+    """Time the symmetric dispatcher, all ranks played by one process with their memory side by side on one device."""
+
+    ranks: tuple[int, ...] = (4,)
+    """Ranks that share the experts."""
+    hidden: tuple[int, ...] = (2048, 7168)
+    """Widths of a token."""
+    zipf: tuple[float, ...] = (0.0, 1.0)
+    """Exponents of Zipf's law, by which experts are liked."""
+    tokens: int = 4096
+    """Tokens of a rank."""
+    experts: int = 128
+    """Experts of the layer."""
+    top_k: int = 8
+    """Choices of a token."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Data type of tokens; auto: bf16 on a GPU, fp32 on a CPU."""
+    repeat: int = 10
+    """Repetitions; the least device time and the median host time are shown."""
+
+    def check_values(self) -> None:
+        for name in ("tokens", "experts", "top_k", "repeat"):
+            require_positive(name, getattr(self, name))
+        if self.top_k > self.experts:
+            raise UserError(f"--top-k {self.top_k} is above --experts {self.experts}; such as 8 and 128")
+        for ranks in self.ranks:
+            require_positive("ranks", ranks)
+            if self.experts % ranks:
+                raise UserError(f"--experts {self.experts} is no multiple of --ranks {ranks}; such as 128 and 4")
+        for hidden in self.hidden:
+            require_positive("hidden", hidden)
+
+
+@dataclass(frozen=True)
 class ContextOptions(BenchOptions):
     """Predict a step on samples of many lengths with static and with dynamic context parallelism."""
 

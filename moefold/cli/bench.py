@@ -35,6 +35,7 @@ SUBJECTS = {
     "recipes": BenchSubject(bench_options.RecipesOptions, "losses of precision recipes", takes_config_keys=True),
     "formats": BenchSubject(bench_options.FormatsOptions, "errors, bytes and time of a layer by precision recipe"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),
+    "dispatch": BenchSubject(bench_options.DispatchOptions, "tokens written into other ranks' memory, ranks played"),
     "echo": BenchSubject(bench_options.EchoOptions, "rows of the largest rank with clones of hot experts, planned"),
     "context": BenchSubject(bench_options.ContextOptions, "static and dynamic context parallelism, planned"),
     "memory": BenchSubject(bench_options.MemoryOptions, "recompute and offload: step time, bytes, peak"),

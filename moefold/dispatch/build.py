@@ -172,7 +172,7 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
     row_bytes = row_bytes_at_most(setting.row_width, setting.dtype.itemsize, setting.choices)
     size = room_bytes(rows, ranks.size, world.ep.size, row_bytes)
     arena = make_arena(setting, size)
-    hop = SymmetricHop(arena, setting.experts, setting.kernels, world, rows)
+    hop = SymmetricHop(arena, setting.experts, setting.kernels, world.etp.size, rows)
     direct = HopDispatcher([hop], setting.row_policy, setting.kernels)
     collectives = build_from_hops(dedup_hops, setting)
     return SymmetricDispatcher(direct, collectives, arena)

@@ -28,7 +28,6 @@ from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.traffic import Traffic
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.peer_rows import count_parcels, place_parcels, push_peer_rows, sum_peer_rows
-from moefold.layout.axes import World
 
 WORD = torch.int64
 
@@ -47,14 +46,14 @@ class SymmetricLeg(NamedTuple):
 
 
 class SymmetricHop:
-    """A hop over the ranks of ep and etp together, etp innermost."""
+    """A hop over the ranks of ep and etp together, of which `etp` hold the same experts, one behind the other."""
 
-    def __init__(self, arena: Arena, experts: ExpertPlacement, kernels: BoundKernels, world: World, rows: ArenaRows):
+    def __init__(self, arena: Arena, experts: ExpertPlacement, kernels: BoundKernels, etp: int, rows: ArenaRows):
         self.arena = arena
         self.experts = experts
-        self.etp = world.etp.size
-        self.rank = world.ep.index
+        self.etp = etp
         self.index = arena.axis.index
+        self.rank = self.index // etp
         self.rows = rows
         self.count_parcels = kernels[count_parcels]
         self.place_parcels = kernels[place_parcels]

@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 
-EXCHANGES = 12
+EXCHANGES = 6
 LOOKS = 40  # of a kernel without a clock, before it gives up
 
 

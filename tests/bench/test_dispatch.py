@@ -1,0 +1,45 @@
+"""`moefold bench dispatch` as a person meets it, and played ranks in turns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moefold.bench.played_ranks import TurnOrder, play_ranks
+from moefold.cli.main import run_command_line
+
+SMALL = ["--device", "cpu", "--experts", "8", "--top-k", "2", "--tokens", "16", "--hidden", "32", "--repeat", "1"]
+
+
+def test_a_row_for_each_case(capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["bench", "dispatch", *SMALL, "--ranks", "2", "4", "--zipf", "0.0", "--json"]) == 0
+    two, four = json.loads(capsys.readouterr().out)["results"]
+    assert (two["ranks"], four["ranks"]) == (2, 4)
+    assert 16 <= two["rows"] < four["rows"] <= 32  # with two choices a token has one row or two
+    assert two["mb"] == pytest.approx((16 + two["rows"]) * 32 * 4 / 1e6)
+    assert two["dispatch_share"] > 0
+    assert two["launches"] > 1
+    assert run_command_line(["bench", "dispatch", *SMALL, "--ranks", "2", "--zipf", "1.0"]) == 0
+    assert "bandwidth of a copy" in capsys.readouterr().out
+
+
+def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["bench", "dispatch", "--ranks", "3"]) == 2
+    assert "--ranks 3" in capsys.readouterr().err
+
+
+def test_an_exchange_passes_the_turn_on():
+    order = TurnOrder(3)
+    seen: list[str] = []
+
+    def work(rank: int) -> int:
+        seen.append(f"{rank} writes")
+        order.pass_on(rank)
+        seen.append(f"{rank} reads")
+        return rank
+
+    for _ in range(2):
+        seen.clear()
+        assert play_ranks(work, 3, order) == [0, 1, 2]
+        assert seen == [f"{rank} {does}" for does in ("writes", "reads") for rank in range(3)]
