@@ -87,7 +87,8 @@ def build(world: World, precision: str) -> Dispatcher:
 
 
 def through(dispatcher: Dispatcher, kernels: BoundKernels, given: RankInputs, weights: list[torch.Tensor]):
-    """Tokens through experts of two matrices, which are spread over their rows: nothing here waits for the device."""
+    """Tokens through experts of two matrices, which are spread over their rows: nothing here waits for the device.
+    Experts multiply in fp64, so that what differs is the dispatcher's."""
     leaves = [x.clone().requires_grad_() for x in (given.h_TD, given.gates_TK, *weights)]
     h, gates, up, down = leaves
     receipt = dispatcher.plan(Routing(gates, given.ids_TK))
@@ -96,10 +97,11 @@ def through(dispatcher: Dispatcher, kernels: BoundKernels, given: RankInputs, we
     x = kernels[gather_rows](rows.source_ND, order.index_R, order.slots_NK, order.holes)
     row = torch.arange(len(x), device=x.device, dtype=order.ends_e.dtype)
     expert_R = torch.searchsorted(order.ends_e, row, right=True)
-    is_of = (expert_R[:, None] == torch.arange(len(up), device=x.device)).to(x.dtype)
+    is_of = (expert_R[:, None] == torch.arange(len(up), device=x.device)).double()
     x = torch.where(is_of.any(1, keepdim=True), x, 0)  # rows behind the last are undefined
-    inner = torch.einsum("rd,re,eid->ri", x, is_of, up).tanh() * order.weight_R[:, None].to(x.dtype)
-    y = dispatcher.combine(torch.einsum("ri,re,edi->rd", inner, is_of, down), receipt)
+    inner = torch.einsum("rd,re,eid->ri", x.double(), is_of, up.double()).tanh() * order.weight_R[:, None].double()
+    made = torch.einsum("ri,re,edi->rd", inner, is_of, down.double())
+    y = dispatcher.combine(made.to(x.dtype), receipt)
     return (y.detach(), *torch.autograd.grad(y, leaves, given.direction_TD))
 
 
