@@ -246,7 +246,7 @@ class KeptFileWriter:
     def __init__(self, files: KeptFiles, key: str):
         self.files = files
         self.key = key
-        self.file = os.memfd_create("moefold")
+        self.file = files.take_spare(key)
         self.pieces = PieceWriter(self.file)
 
     def __enter__(self) -> KeptFileWriter:
@@ -282,6 +282,12 @@ class KeptFiles:
 
     def keepers_of_writer(self) -> list[KeeperAddress]:
         return self.from_here()[:COPIES]
+
+    def take_spare(self, key: str) -> int:
+        """Memory for a new file: the pages of the one that the keeper of this node dropped last of such a name, else
+        none yet."""
+        _, spare = ask_keeper(self.from_here()[0], {"verb": "spare", "name": key})
+        return spare[0] if spare else os.memfd_create("moefold")
 
     def list_under(self, key: str) -> dict[str, int]:
         """The sizes of all files in a folder."""

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 LENGTH = struct.Struct(">I")
@@ -80,7 +80,7 @@ def send_file_bytes(connection: socket.socket, file: int, first: int, last: int)
         raise LostConnection(f"a file ended after {sent} bytes; expected {last - first} of them")
 
 
-def close_all(files: Sequence[int]) -> None:
+def close_all(files: Iterable[int]) -> None:
     for file in files:
         os.close(file)
 

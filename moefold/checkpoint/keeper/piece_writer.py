@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from moefold.checkpoint.keeper.checksums import PIECE_BYTES, THREADS, joint_checksum
 
 
 class PieceWriter:
-    """Writes a file in memory by several threads. What is given to `write` must not change before `finish`."""
+    """Writes a file anew from its beginning, over whatever it has. What is given to `write` must not change before
+    `finish`."""
 
     def __init__(self, file: int):
         self.file = file
@@ -28,26 +26,23 @@ class PieceWriter:
             begun = self.size % PIECE_BYTES
             part = rest[: PIECE_BYTES - begun]
             before = self.pieces.pop() if begun else None
-            self.size += len(part)
-            os.ftruncate(self.file, self.size)
             writing = self.pool.submit(write_part, self.file, part, self.size, before)
             self.pieces.append(writing)
+            self.size += len(part)
             rest = rest[len(part) :]
 
     def finish(self) -> int:
         """Wait for the threads; the checksum of the file."""
         with self.pool:
-            return joint_checksum(piece.result() for piece in self.pieces)
+            checksum = joint_checksum(piece.result() for piece in self.pieces)
+        os.ftruncate(self.file, self.size)
+        return checksum
 
 
-def write_part(file: int, raw: memoryview, end: int, before: Future[int] | None) -> int:
-    """Write a part of a piece, which ends there; the checksum of the piece up to its end. Through mapped pages: the
-    system lets one thread at a time write to a file."""
-    begin = end - len(raw)
-    first = begin - begin % PIECE_BYTES
-    with mmap.mmap(file, end - first, offset=first) as pages:
-        place = np.frombuffer(pages, dtype=np.uint8, offset=begin - first)
-        place[:] = np.frombuffer(raw, dtype=np.uint8)
-        del place  # which keeps the pages mapped
+def write_part(file: int, raw: memoryview, begin: int, before: Future[int] | None) -> int:
+    """Write a part of a piece; the checksum of the piece up to its end."""
+    written = 0
+    while written < len(raw):
+        written += os.pwrite(file, raw[written:], begin + written)
     checksum = before.result() if before else 0
     return zlib.crc32(raw, checksum)

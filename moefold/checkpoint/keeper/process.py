@@ -49,18 +49,23 @@ class KeptFile(NamedTuple):
 
 
 class Keeper:
-    """Files in memory, by name, in total at most `limit` bytes."""
+    """Files in memory, by name, in total at most `limit` bytes. The pages of a dropped file are lent to who writes the
+    next one of its name, in another folder: to make pages takes longer than to fill them."""
 
     def __init__(self, limit: int):
         self.limit = limit
         self.files: dict[str, KeptFile] = {}
+        self.spare: dict[str, int] = {}  # handles of dropped files, by the last part of their names
         self.lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:
-        return sum(file_size(file.handle) for file in self.files.values())
+        handles = [file.handle for file in self.files.values()]
+        return sum(map(file_size, [*handles, *self.spare.values()]))
 
     def require_room(self, size: int) -> None:
+        if self.held_bytes + size > self.limit:
+            self.close_spare()
         if self.held_bytes + size > self.limit:
             raise RefusedRequest(
                 f"a file of {size} bytes does not fit beside the {self.held_bytes} that the keeper holds; expected "
@@ -115,8 +120,24 @@ class Keeper:
 
     def drop(self, name: str) -> None:
         file = self.files.pop(name, None)
-        if file is not None:
-            os.close(file.handle)
+        if file is None:
+            return
+        last_part = name.rpartition("/")[2]
+        before = self.spare.pop(last_part, None)
+        self.spare[last_part] = file.handle
+        if before is not None:
+            os.close(before)
+
+    def take_spare(self, name: str) -> list[int]:
+        """The pages of a dropped file of that last part of a name, if there is one, from now on the caller's own."""
+        last_part = name.rpartition("/")[2]
+        with self.lock:
+            handle = self.spare.pop(last_part, None)
+        return [] if handle is None else [handle]
+
+    def close_spare(self) -> None:
+        close_all(self.spare.values())
+        self.spare.clear()
 
 
 class KeeperServer:
@@ -179,10 +200,10 @@ class KeeperServer:
         close_all(files)
         if verb == "get":
             file = self.keeper.borrow(request["name"])
-            try:
-                send_message(connection, {"bytes": file_size(file)}, [file])
-            finally:
-                os.close(file)
+            send_and_close(connection, {"bytes": file_size(file)}, [file])
+        elif verb == "spare":
+            spare = self.keeper.take_spare(request["name"])
+            send_and_close(connection, {}, spare)
         elif verb == "hello":
             port = self.far.getsockname()[1] if self.far is not None else 0
             send_message(connection, {"port": port, "secret": self.secret})
@@ -213,10 +234,10 @@ class KeeperServer:
     def put_far(self, request: Message, connection: socket.socket) -> None:
         """Take a file from another node: room is made sure of before its bytes are sent."""
         size = int(request["bytes"])
-        self.keeper.check_room(size)
-        send_message(connection, {})
-        file = os.memfd_create("moefold")
+        file, *_ = self.keeper.take_spare(request["name"]) or [os.memfd_create("moefold")]
         try:
+            self.keeper.check_room(size)
+            send_message(connection, {})
             receive_file(connection, file, size)
             self.keeper.put(request["name"], file, request["checksum"])
         except BaseException:
@@ -243,6 +264,13 @@ class KeeperServer:
         if request["verb"] == "check":
             return {"damaged": self.keeper.drop_damaged(under)}
         raise RefusedRequest(f"no verb {request['verb']}")
+
+
+def send_and_close(connection: socket.socket, message: Message, files: list[int]) -> None:
+    try:
+        send_message(connection, message, files)
+    finally:
+        close_all(files)
 
 
 def file_size(file: int) -> int:

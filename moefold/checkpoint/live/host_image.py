@@ -88,16 +88,19 @@ class HostImage:
         self.data = self.file_bytes[data_begin:]
 
     def copy_parts(self, parts: dict[str, TensorPart]) -> None:
-        """Copy the current values. On a GPU, copies are queued on the current stream and waited for at the end."""
+        """Copy the current values."""
         for chunk in self.chunks:
-            part = parts[chunk.name]
-            matching = [held for held in part.held if held.box == chunk.box]
-            raw = self.data[chunk.begin : chunk.end]
-            flat = raw.view(part.dtype)
-            target = flat.view(box_sizes(chunk.box))
-            target.copy_(matching[0].read(), non_blocking=True)
+            self.copy_chunk(chunk, parts[chunk.name])
         if self.data.is_pinned():
             torch.cuda.current_stream().synchronize()
+
+    def copy_chunk(self, chunk: PlacedChunk, part: TensorPart) -> None:
+        """Copy the current values of a chunk; from a GPU the copy is queued on the current stream."""
+        matching = [held for held in part.held if held.box == chunk.box]
+        raw = self.data[chunk.begin : chunk.end]
+        flat = raw.view(part.dtype)
+        target = flat.view(box_sizes(chunk.box))
+        target.copy_(matching[0].read(), non_blocking=True)
 
     def write_file(self, folder: StoragePath) -> WrittenFile | None:
         """Write the file and hash its pieces. None if other ranks write everything that this rank holds."""

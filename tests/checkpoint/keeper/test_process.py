@@ -21,6 +21,7 @@ from moefold.checkpoint.keeper.files import (
     fetch_range,
     greet_keeper,
     keeper_name,
+    parent_of,
     put_file,
 )
 from moefold.checkpoint.keeper.process import Keeper
@@ -69,6 +70,28 @@ def test_a_second_start_finds_what_the_first_one_left(launcher: int, folder: Rem
     again = kept_folder(single_rank_world(), [launcher])
     assert (again / "a").read_bytes() == b"first"
     assert len(keeper_processes(launcher)) == 1
+
+
+def test_a_file_is_written_to_the_pages_of_the_one_before_and_has_its_own_content(folder: RemotePath):
+    inodes = []
+    for number, raw in enumerate([b"first" * MIB, b"second", b"third" * MIB]):
+        path = folder / f"step-{number}" / "rank"
+        write_synced_file(path, raw)
+        assert path.read_bytes() == raw
+        with folder.files.open_here(path.key) as file:
+            inodes.append(os.fstat(file.fileno()).st_ino)
+        folder.files.rm(parent_of(path.key), recursive=True)
+    assert len(set(inodes)) == 1
+
+
+def test_pages_of_dropped_files_leave_where_room_is_needed():
+    keeper = Keeper(limit=10)
+    keeper.put("a/x", memory_file(b"1234567"), 0)
+    keeper.remove("a/")
+    assert keeper.held_bytes == 7
+    keeper.put("b/y", memory_file(b"12345"), 0)
+    assert keeper.held_bytes == 5
+    assert keeper.take_spare("c/x") == []
 
 
 def test_a_file_of_this_nodes_keeper_is_read_in_place_and_stays_while_it_is_read(launcher: int, folder: RemotePath):
@@ -136,6 +159,8 @@ def test_room_is_counted_while_files_come_and_go():
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(come_and_go, "abcd"))
+    assert not keeper.files
+    keeper.close_spare()
     assert keeper.held_bytes == 0
 
 
