@@ -24,6 +24,7 @@ from moefold.config.model_rules import MODEL_RULES
 from moefold.config.optimizer_groups import group_problems, parse_groups
 from moefold.config.precision_rules import PRECISION_RULES
 from moefold.config.preference_rules import PREFERENCE_RULES
+from moefold.config.room_rules import ROOM_RULES
 from moefold.config.rule import (
     ConfigOnRanks,
     ConfigRule,
@@ -771,6 +772,7 @@ RULES: list[ConfigRule] = [
     *PRECISION_RULES,
     *MEMORY_RULES,
     *STASH_RULES,
+    *ROOM_RULES,
     *SHARD_RULES,
     *CLONE_RULES,
     *CONTEXT_RULES,

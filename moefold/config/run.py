@@ -381,6 +381,13 @@ class ParallelConfig:
         "the fewest that fit its samples (dynamic context parallelism)",
     )
     dispatcher: str = key("auto", "dispatcher: sends tokens to the experts of other ranks", names=DISPATCHER_NAMES)
+    room: float = key(
+        0.0,
+        "symmetric: rows of its experts that a rank has room for, over the mean; a step with more is run again by "
+        "dedup; 0: all that can come",
+        at_least=0,
+        at_most=65_536,
+    )
     clone_slots: int = key(
         0,
         "spare slots of an ep rank, for clones of hot experts of other ranks during one microbatch; 0: none",

@@ -29,7 +29,14 @@ from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.measure_links import measure_links
 from moefold.dispatch.price import cheapest_dispatcher, tokens_per_rank
-from moefold.dispatch.symmetric import ArenaRows, SymmetricDispatcher, SymmetricHop, room_bytes, row_bytes_at_most
+from moefold.dispatch.symmetric import (
+    BoundedRoom,
+    SymmetricDispatcher,
+    SymmetricHop,
+    arena_rows,
+    room_bytes,
+    row_bytes_at_most,
+)
 from moefold.dispatch.traffic import (
     ExchangeSizes,
     NodeSizes,
@@ -64,7 +71,8 @@ def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
 @dataclass(frozen=True)
 class DispatchSetting:
     """Arguments of a builder: the run's ranks and kernels, the placement of experts, and the rows to be sent. `tokens`
-    that a rank sends at a time in training, `choices` of a token at most. `patience`: seconds to wait for a rank."""
+    that a rank sends at a time in training, `choices` of a token at most. `patience`: seconds to wait for a rank.
+    `room`: rows of a rank over their mean that there is memory for; 0: for all that can come."""
 
     world: World
     kernels: BoundKernels
@@ -74,6 +82,7 @@ class DispatchSetting:
     tokens: int = 0
     choices: int = 1
     patience: float = 1800.0
+    room: float = 0.0
 
     @property
     def experts(self) -> ExpertPlacement:
@@ -168,14 +177,16 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
             f"parallel.dispatcher = symmetric needs the ranks of ep x etp on one machine, but these {ranks.size} are "
             f"on {len(nodes)}; set it to dedup or hierarchical, or lower parallel.ep"
         )
-    rows = ArenaRows(setting.tokens, setting.tokens * ranks.size)
+    mean_rows = setting.tokens * setting.choices * world.etp.size
+    rows = arena_rows(setting.tokens, ranks.size, mean_rows, setting.room)
+    room = BoundedRoom(world.device) if setting.room else None
     row_bytes = row_bytes_at_most(setting.row_width, setting.dtype.itemsize, setting.choices)
     size = room_bytes(rows, ranks.size, world.ep.size, row_bytes)
     arena = make_arena(setting, size)
-    hop = SymmetricHop(arena, setting.experts, setting.kernels, world.etp.size, rows)
+    hop = SymmetricHop(arena, setting.experts, setting.kernels, world.etp.size, rows, room)
     direct = HopDispatcher([hop], setting.row_policy, setting.kernels)
     collectives = build_from_hops(dedup_hops, setting)
-    return SymmetricDispatcher(direct, collectives, arena)
+    return SymmetricDispatcher(direct, collectives, arena, room)
 
 
 def make_arena(setting: DispatchSetting, room_bytes: int) -> Arena:
@@ -258,6 +269,7 @@ def build_dispatcher(
         tokens_per_rank(config),
         most_choices(moe),
         config.train.slow_timeout,
+        config.parallel.room,
     )
     dispatcher = build(setting)
     if slots:

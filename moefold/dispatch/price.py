@@ -25,6 +25,17 @@ def clones_in_words(config: Config) -> str:
     return f"up to {slots} on each of {parallel.ep} ep ranks, by the counts {counts}"
 
 
+def room_in_words(config: Config) -> str:
+    """What the symmetric dispatcher has room for on a rank, in words."""
+    parallel = config.parallel
+    ranks = parallel.ep * parallel.etp
+    tokens = tokens_per_rank(config) * ranks
+    if not parallel.room:
+        return f"room for all {tokens} tokens of {ranks} ranks"
+    rows = tokens_per_rank(config) * config.model.moe.top_k * parallel.etp * parallel.room
+    return f"room for {rows:.0f} rows, {parallel.room:g} x the mean; a step with more is run again by dedup"
+
+
 def tokens_per_rank(config: Config) -> int:
     """Tokens of a microbatch that one rank dispatches."""
     parallel = config.parallel
@@ -89,6 +100,8 @@ def cheapest_dispatcher(
     parallel = config.parallel
     if parallel.ep * parallel.etp == 1:
         return "local", "all experts are on this rank"
+    if parallel.dispatcher == "symmetric":
+        return parallel.dispatcher, f"asked for; {room_in_words(config)}"
     if parallel.dispatcher != "auto":
         return parallel.dispatcher, "asked for"
     if config.kernels.invariant:

@@ -13,8 +13,9 @@ T tokens, K choices of a token, N rows of a room, D width, n ranks of ep, s rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -33,10 +34,31 @@ WORD = torch.int64
 
 
 class ArenaRows(NamedTuple):
-    """Bounds that the host knows: `tokens` that a rank sends at most, and `arriving` that a room has rows for."""
+    """Bounds that the host knows: `tokens` that a rank sends at most, `arriving` that a room has rows for, and
+    `choices` of a rank's experts that there are rows for; None: as many as come with these tokens."""
 
     tokens: int
     arriving: int
+    choices: int | None = None
+
+
+def arena_rows(tokens: int, senders: int, mean_rows: int, room: float) -> ArenaRows:
+    """Bounds for `room` times the mean of a rank's rows; 0: for all that can come."""
+    all_tokens = tokens * senders
+    if not room:
+        return ArenaRows(tokens, all_tokens)
+    choices = math.ceil(mean_rows * room)
+    return ArenaRows(tokens, min(all_tokens, choices), choices)
+
+
+class BoundedRoom:
+    """Whether tokens or rows found no room since the step began, on the device."""
+
+    def __init__(self, device: torch.device):
+        self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
+
+    def note(self, overflows: Tensor) -> None:
+        self.overflowed |= overflows
 
 
 class SymmetricLeg(NamedTuple):
@@ -48,8 +70,17 @@ class SymmetricLeg(NamedTuple):
 class SymmetricHop:
     """A hop over the ranks of ep and etp together, of which `etp` hold the same experts, one behind the other."""
 
-    def __init__(self, arena: Arena, experts: ExpertPlacement, kernels: BoundKernels, etp: int, rows: ArenaRows):
+    def __init__(
+        self,
+        arena: Arena,
+        experts: ExpertPlacement,
+        kernels: BoundKernels,
+        etp: int,
+        rows: ArenaRows,
+        room: BoundedRoom | None = None,
+    ):
         self.arena = arena
+        self.room = room
         self.experts = experts
         self.etp = etp
         self.index = arena.axis.index
@@ -71,14 +102,27 @@ class SymmetricHop:
         tokens_sn = counts_s2n[:, 0]
         slots_Tn = self.place_parcels(rank_TK, tokens_sn, self.index, self.rows.arriving)
         leg = SymmetricLeg(slots_Tn.repeat_interleave(self.etp, dim=1))
-        arrived_n = tokens_sn.sum(0)
+        arrived_n, choices_n = counts_s2n.sum(0)
         weights_NK, sent_NK = SendChoices.apply(weights_TK, ids_TK, self, leg)  # pyright: ignore[reportGeneralTypeIssues]
         row_N = torch.arange(self.rows.arriving, device=ids_TK.device)
         has_arrived_N1 = (row_N < arrived_n[self.rank])[:, None]
         ids_NK = torch.where(has_arrived_N1, sent_NK, -1)
-        arrivals = Routing(weights_NK, ids_NK)
         most_choices = self.rows.arriving * min(k, self.experts.held)
+        if self.room is not None and self.rows.choices is not None:
+            most_choices = min(most_choices, self.rows.choices)
+            overflows_n = (arrived_n > self.rows.arriving) | (choices_n > most_choices)
+            self.room.note(overflows_n.any())
+            ids_NK = self.keep_first(ids_NK, most_choices)
+        arrivals = Routing(weights_NK, ids_NK)
         return HopPlan(leg, arrivals, choices=most_choices, empty_rows=True)
+
+    def keep_first(self, ids_NK: Tensor, most: int) -> Tensor:
+        """So many choices of experts held here, and none behind them."""
+        slot_NK = self.experts.slot_on_rank(ids_NK, self.rank)
+        is_held = (slot_NK < self.experts.held).flatten()
+        number = is_held.cumsum(0)
+        keeps_NK = (number <= most).view(ids_NK.shape)
+        return torch.where(keeps_NK, ids_NK, -1)
 
     def require_room(self, tokens: int) -> None:
         if tokens > self.rows.tokens:
@@ -192,13 +236,27 @@ class SendChoices(torch.autograd.Function):
 
 class SymmetricDispatcher:
     """`direct` sends through the arena. `collectives`, which has no bound of tokens, takes its place in passes without
-    backward: validation and generation may have more tokens at a time than training."""
+    backward, which may have more tokens at a time than training, and in steps that are run again since rows found no
+    room (`room`; None: there is room for all)."""
 
-    def __init__(self, direct: HopDispatcher, collectives: HopDispatcher, arena: Arena):
+    def __init__(
+        self, direct: HopDispatcher, collectives: HopDispatcher, arena: Arena, room: BoundedRoom | None = None
+    ):
         self.direct = direct
         self.collectives = collectives
         self.sender = direct
         self.arena = arena
+        self.room = room
+
+    def begin_step(self) -> None:
+        self.overflowed().zero_()
+
+    def overflowed(self) -> Tensor:
+        assert self.room is not None, "rooms have a bound"
+        return self.room.overflowed
+
+    def lifted(self) -> AbstractContextManager[None]:
+        return by_collectives([self])
 
     def plan(self, routing: Routing) -> Receipt:
         return self.sender.plan(routing)
@@ -219,10 +277,11 @@ class SymmetricDispatcher:
 @contextmanager
 def by_collectives(dispatchers: Iterable[SymmetricDispatcher]) -> Iterator[None]:
     """Send by collectives inside the block. Every rank must enter it."""
-    for dispatcher in dispatchers:
+    before = {dispatcher: dispatcher.sender for dispatcher in dispatchers}
+    for dispatcher in before:
         dispatcher.sender = dispatcher.collectives
     try:
         yield
     finally:
-        for dispatcher in dispatchers:
-            dispatcher.sender = dispatcher.direct
+        for dispatcher, sender in before.items():
+            dispatcher.sender = sender

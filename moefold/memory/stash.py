@@ -210,7 +210,7 @@ class RowStash:
         return self.pool.state[OVERFLOWED] > 0
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
+    def lifted(self) -> Iterator[None]:
         """Rows are kept in tensors of their own."""
         self.is_open = False
         try:

@@ -72,8 +72,8 @@ from moefold.shard.publish import Publisher
 from moefold.shard.weight_checksums import WeightChecksums
 from moefold.train.reference import FrozenWeights, Reference
 from moefold.train.routing_replay import open_replay
+from moefold.train.row_guard import NoBounds, StepGuard, make_row_guard
 from moefold.train.share_out import share_out_model
-from moefold.train.stash_guard import NoStash, StepGuard, make_stash_guard
 
 
 def unobserved_phase(name: str) -> AbstractContextManager[object]:
@@ -107,7 +107,7 @@ class Run:
     graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
     spikes: SpikeJudge | None = None  # None: spikes are not looked for
     reference: Reference | None = None  # that the objective compares with; None: with nothing
-    stash: StepGuard = field(default_factory=NoStash)
+    row_guard: StepGuard = field(default_factory=NoBounds)
     checksums: WeightChecksums | None = None  # of weights, to compare replicas; None: they are not compared
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
@@ -189,7 +189,7 @@ def assemble_run(
         graph=make_step_graph(config.memory.graphs, world.device),
         spikes=spikes,
         reference=make_reference(config, reading),
-        stash=make_stash_guard(model, loss_scale, judges, world),
+        row_guard=make_row_guard(model, loss_scale, judges, world),
         checksums=WeightChecksums(shared.buckets, world.device) if config.observe.compare_every else None,
     )
 

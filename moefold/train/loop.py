@@ -345,9 +345,15 @@ class RunRecorder:
         return values | balance
 
     def report_repeated(self, report: StepReport) -> None:
-        pool = self.run.config.memory.stash_gib
-        what = f"rows of experts found no room in the stash of {pool:g} GiB"
+        config = self.run.config
+        what = f"rows of experts found no room in the stash of {config.memory.stash_gib:g} GiB"
         fix = "a larger memory.stash_gib avoids it"
+        if config.memory.stash == "none":
+            what = f"rows of experts found no room on their rank (parallel.room = {config.parallel.room:g})"
+            fix = "a larger parallel.room avoids it"
+        elif config.parallel.room:
+            what += f", or on their rank (parallel.room = {config.parallel.room:g})"
+            fix = "a larger memory.stash_gib or parallel.room avoids it"
         self.progress.print_message(f"step {report.number}: {what}; the step was run again without it; {fix}")
 
     def spike_values(self, report: StepReport) -> dict[str, Any]:

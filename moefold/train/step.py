@@ -1,9 +1,9 @@
 """One training step. Read this first, and follow the calls in order (docs/walk.md).
 
-Nothing here waits for the device, but for the flag of a stash (stash_guard.py). The numbers of a step are copied to the
-host while the next step is launched, so whether they are finite is decided on the device: a loss or gradient that is
-not finite, in this step or an earlier one, leaves every weight as it is, and the host reads of it a step later. In fp16
-such a step alone is skipped (optim/loss_scale.py).
+Nothing here waits for the device, but for the flag of bounded rows (row_guard.py). The numbers of a step are copied to
+the host while the next step is launched, so whether they are finite is decided on the device: a loss or gradient that
+is not finite, in this step or an earlier one, leaves every weight as it is, and the host reads of it a step later. In
+fp16 such a step alone is skipped (optim/loss_scale.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepOutputs(NamedTuple):
     units: dict[str, Tensor]  # norms of units that were updated inside backward
     own_losses_1M: Tensor  # of the microbatches of this rank alone
     spike_2: Tensor | None  # whether the step is a spike, and whether it was skipped as one
-    overflowed: Tensor | None = None  # whether rows of experts found no room in the stash
+    overflowed: Tensor | None = None  # whether rows of experts found no room
 
 
 class StepReport:
@@ -61,7 +61,7 @@ class StepReport:
         spike_2 = outputs.spike_2
         self.spike = None if spike_2 is None else ToHost(spike_2)
         self.waste = waste  # the share of padding in a packed batch
-        self.is_repeated = False  # since rows of experts found no room in the stash
+        self.is_repeated = False  # since rows of experts found no room
         self.ended = DeviceTime(outputs.numbers.device)
 
     @cached_property
@@ -136,26 +136,26 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     write_step_scalars(run, number, lr)
     begin_checksums(run)
-    repeated_before = run.stash.repeated_steps
+    repeated_before = run.row_guard.repeated_steps
     with injected_fault(run, number):
         outputs = take_device_part(run, batch)
-        outputs = repeat_without_stash(run, batch, outputs)
+        outputs = repeat_without_bounds(run, batch, outputs)
     run.scale_histories.note_recorded()
     run.step = number
     report = StepReport(number, lr, begun, outputs, batch.waste)
-    report.is_repeated = run.stash.repeated_steps > repeated_before
+    report.is_repeated = run.row_guard.repeated_steps > repeated_before
     return report
 
 
-def repeat_without_stash(run: Run, batch: Batch, outputs: StepOutputs) -> StepOutputs:
+def repeat_without_bounds(run: Run, batch: Batch, outputs: StepOutputs) -> StepOutputs:
     """The outputs, or those of the step once more if rows of experts found no room: that step has changed nothing."""
     if outputs.overflowed is None:
         return outputs
     flag = ToHost(outputs.overflowed)
     if not flag.read():
         return outputs
-    run.stash.repeated_steps += 1
-    with run.stash.without_stash():
+    run.row_guard.repeated_steps += 1
+    with run.row_guard.lifted():
         return compute_step(run, batch)
 
 
@@ -224,7 +224,7 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
         is_spike, is_taken = run.spikes.judge(numbers[0], norm)
         updates = updates & is_taken
         spike_2 = torch.stack((is_spike, ~is_taken))
-    updates = run.stash.allow(updates)
+    updates = run.row_guard.allow(updates)
     with run.phase("update"):
         run.updates.update_rest(updates)
         run.qk_clip.rescale_heads(updates)
@@ -241,7 +241,7 @@ def compute_step(run: Run, batch: Batch) -> StepOutputs:
         operands = run.operand_statistics.end_step()
     held = run.gradients.held()
     units = run.updates.unit_norms()
-    return StepOutputs(numbers, loads, held, operands, units, own_losses_1M, spike_2, run.stash.overflowed)
+    return StepOutputs(numbers, loads, held, operands, units, own_losses_1M, spike_2, run.row_guard.overflowed)
 
 
 class BatchSums(NamedTuple):
@@ -274,7 +274,7 @@ def begin_step(run: Run, divisor: Tensor) -> None:
     number = run.step + 1
     with run.phase("begin"):
         run.gradients.begin()
-        run.stash.begin_step()
+        run.row_guard.begin_step()
         run.scale_histories.begin_step()
         run.operand_statistics.begin_step(number)
         run.updates.begin_step(number, divisor, run.loss_scale.all_finite, run.before_update)

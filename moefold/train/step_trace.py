@@ -67,7 +67,7 @@ def distance_to_neighbour(world: World) -> int:
 def trace_again(run: Run, number: int, loader: BatchLoader) -> BadPlace | None:
     """The first bad value of all ranks in a step that is run again, with a loader's share of the sequences."""
     checks = FiniteChecks(run)
-    plainly = run.stash.without_stash()  # rows that found no room would hide a value
+    plainly = run.row_guard.lifted()  # rows that found no room would hide a value
     with kept_state(run), checks.watching(), injected_fault(run, number, again=True), plainly, torch.enable_grad():
         rerun_step(run, number, loader)
         checks.look_at_reduced()

@@ -24,6 +24,7 @@ PREFERENCES = (
     "--data.attend=document --data.packing=best_fit"
 )
 
+SYMMETRIC = "--parallel.ep=2 --parallel.dispatcher=symmetric"
 CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
 
 SAMPLES = "--data.batch_of=samples --data.packing=best_fit --data.attend=document"
@@ -147,6 +148,16 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "one lane at a time adds to experts that are cloned": [
         (f"{CLONES} --pipeline.pair=true", 2, "pipeline.fill = true"),
+    ],
+    "a bound of rows has an arena": [("--parallel.ep=2 --parallel.room=1.5", 2, "parallel.dispatcher = auto")],
+    "an even load has room": [(f"{SYMMETRIC} --parallel.room=0.9", 2, "parallel.room = 0.9")],
+    "a bounded step updates at its end": [
+        (f"{SYMMETRIC} --parallel.room=2 --train.precision=fp16", 2, "train.precision = fp16"),
+        (f"{SYMMETRIC} --parallel.room=2 --optim.clip_by=previous", 2, "optim.clip_by = previous"),
+    ],
+    "a bounded step is recorded once": [
+        (f"{SYMMETRIC} --parallel.room=2 --train.record_routing=a", 2, "train.record_routing = a"),
+        (f"{SYMMETRIC} --parallel.room=2 --observe.compare_every=5", 2, "observe.compare_every = 5"),
     ],
     "copies divide the replicas": [("--shard.replicas=3", 4, "shard.replicas = 3 does not divide dp x cp = 4")],
     "units of paired slots are gathered in one order": [

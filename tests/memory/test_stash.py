@@ -164,7 +164,7 @@ def test_skewed_routing_overflows_and_the_step_is_run_again_with_the_same_bits(o
                 load.bias_E[:2] += push
             traces.append(trace_one_step(run))
         assert differing(*traces) == []
-        repeated.append(bounded.stash.repeated_steps)
+        repeated.append(bounded.row_guard.repeated_steps)
     assert repeated == [0, 1, 1]
     for name, provider in kept.further_state.items():
         others = dict(bounded.further_state[name].named_state())
@@ -184,17 +184,17 @@ def test_a_step_that_overflows_changes_nothing_and_writes_no_page_beyond_the_poo
     around = torch.full((10, PAGE_BYTES), 7, dtype=torch.uint8)
     pool.memory = around[2:8]
     before = [x.clone() for x in run.model.state_dict().values()]
-    judged = [x.clone() for x in run.stash.judged]  # pyright: ignore[reportAttributeAccessIssue]
+    judged = [x.clone() for x in run.row_guard.judged]  # pyright: ignore[reportAttributeAccessIssue]
     flags: list[bool] = []
 
     class Stopped(Exception): ...
 
     def stop() -> None:
-        assert run.stash.overflowed is not None
-        flags.append(bool(run.stash.overflowed))
+        assert run.row_guard.overflowed is not None
+        flags.append(bool(run.row_guard.overflowed))
         raise Stopped
 
-    run.stash.without_stash = stop  # pyright: ignore[reportAttributeAccessIssue]
+    run.row_guard.lifted = stop  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(Stopped):
         take_next_step(run)
     assert flags == [True]
@@ -203,7 +203,7 @@ def test_a_step_that_overflows_changes_nothing_and_writes_no_page_beyond_the_poo
     assert (around[8:] == 7).all()
     assert not (pool.memory == 7).all()
     assert all(torch.equal(x, y) for x, y in zip(before, run.model.state_dict().values(), strict=True))
-    now = run.stash.judged  # pyright: ignore[reportAttributeAccessIssue]
+    now = run.row_guard.judged  # pyright: ignore[reportAttributeAccessIssue]
     assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(judged, now, strict=True))
 
 
@@ -218,7 +218,7 @@ def test_replays_of_a_graph_overflow_and_go_on():
                 load.bias_E[:2] += push
         assert figures(take_next_step(kept)) == figures(take_next_step(graphed))
     assert recorder.recordings == 1
-    assert graphed.stash.repeated_steps == 1
+    assert graphed.row_guard.repeated_steps == 1
     assert same_state(kept, graphed)
 
 
