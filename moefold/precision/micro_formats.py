@@ -21,7 +21,7 @@ from moefold.kernels.quantise.mx_blocks import dequantise_mx, quantise_mx
 from moefold.kernels.quantise.mxfp8 import ScaleRounding
 from moefold.kernels.quantise.nv_blocks import dequantise_nv, quantise_nv
 from moefold.kernels.quantise.nvfp4 import encode_scale
-from moefold.kernels.quantise.row_blocks import largest_by_expert
+from moefold.kernels.quantise.row_blocks import largest_by_expert, rows_to_blocks
 from moefold.layout.counter_random import RandomCounters
 
 
@@ -34,13 +34,14 @@ class MicroMatrix(NamedTuple):
 
 
 class MicroSource(NamedTuple):
-    """Rows (R, D) or transposed blocks of rows (B, D, K) to be quantised. `expert`: of each row or block. `random`:
-    counters of stochastic rounding; None rounds to nearest."""
+    """Rows (R, D) to be quantised along rows, or along columns in blocks of K from the places `source_P`, -1 for none.
+    `expert`: of each row or block. `random`: counters of stochastic rounding; None rounds to nearest."""
 
     values: Tensor
     expert: Tensor
     experts: int
     random: RandomCounters | None
+    source_P: Tensor | None = None
 
 
 class MicroFormat(Protocol):
@@ -79,7 +80,7 @@ class Mxfp8:
         return MicroMatrix(*self.quantise_blocks(padded, self.rounding))
 
     def columns(self, source: MicroSource) -> MicroMatrix:
-        return MicroMatrix(*self.quantise_blocks(source.values, self.rounding))
+        return MicroMatrix(*self.quantise_blocks(source.values, self.rounding, False, source.source_P))
 
     def weight(self, w: Tensor) -> MicroMatrix:
         padded = pad_width(w, self.block)
@@ -117,13 +118,17 @@ class Nvfp4Format:
         return MicroMatrix(*quantised)
 
     def columns(self, source: MicroSource) -> MicroMatrix:
+        places_P = source.source_P
+        assert places_P is not None, "a column copy is made of blocks of rows"
         if self.transforms:
-            transformed = self.transform(source.values)
-            source = source._replace(values=transformed)
+            x_BDK = self.transform(source.values, places_P)
+        else:
+            x_BDK = rows_to_blocks(source.values, places_P, self.block)
+        source = source._replace(values=x_BDK)
         amax_E = self.largest_of_experts(source)
         amax_E11 = amax_E[:, None, None]
         amax_B11 = amax_E11[source.expert]
-        quantised = self.quantise(source.values, amax_B11, source.random)
+        quantised = self.quantise(x_BDK, amax_B11, source.random)
         packed, scales, _ = quantised
         encode_E11 = encode_scale(amax_E11)
         return MicroMatrix(packed, scales, encode_E11)

@@ -20,7 +20,7 @@ from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Products, ends_of_rows
-from moefold.kernels.quantise.row_blocks import RowBlocks, row_blocks, rows_to_blocks
+from moefold.kernels.quantise.row_blocks import RowBlocks, row_blocks
 from moefold.layout.counter_random import RandomCounters, random_counters
 from moefold.layout.weight_copies import cached_copy
 from moefold.precision.linear import PlacedWeight, RecipeTensors
@@ -98,9 +98,7 @@ class MicroscalingRecipe:
             draws = self.draw(row_number_R, blocks)
         along_rows = MicroSource(x, expert_R, experts, draws.rows)
         rows = self.format.rows(along_rows)
-        x_BDK = rows_to_blocks(x, blocks, height)
-        expert_B = blocks.expert_B
-        along_columns = MicroSource(x_BDK, expert_B, experts, draws.columns)
+        along_columns = MicroSource(x, blocks.expert_B, experts, draws.columns, blocks.source_P)
         columns = self.format.columns(along_columns)
         return MicroOperand(ends_E, blocks.ends_E, rows, columns)
 

@@ -1117,7 +1117,15 @@ def exponent_byte(values, rounding):
     return exponent + 127 - (fraction == 0.5)
 
 
-def plain_quantise_mx(x, rounding="up", squares=False):
+def columns_of_blocks(x, source, height):
+    """Columns of each block of rows; -1: a row of zeros."""
+    rows = [x[place] if place >= 0 else [0.0] * len(x[0]) for place in source]
+    return [transposed(rows[first : first + height]) for first in range(0, len(rows), height)]
+
+
+def plain_quantise_mx(x, rounding="up", squares=False, source=None):
+    if source is not None:
+        return plain_quantise_mx(columns_of_blocks(x, source, 32), rounding)
     if not is_matrix(x):
         return transposed(plain_quantise_mx(matrix, rounding, squares) for matrix in x)
     scales = scales_of_blocks(x, 32, squares, partial(exponent_byte, rounding=rounding))
@@ -1210,10 +1218,8 @@ def plain_dequantise_nv(packed, scales, dtype, transposed=False):
     return [[a * b for a, b in zip(*both, strict=True)] for both in zip(lines, spread, strict=True)]
 
 
-def plain_hadamard_blocks(x):
-    if not is_matrix(x):
-        return [plain_hadamard_blocks(matrix) for matrix in x]
-    return [[y for j in range(0, len(row), 16) for y in plain_transform(row[j : j + 16])] for row in x]
+def plain_hadamard_blocks(x, source):
+    return [[plain_transform(column) for column in block] for block in columns_of_blocks(x, source, 16)]
 
 
 def plain_transform(block):

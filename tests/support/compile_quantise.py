@@ -110,7 +110,9 @@ def row_kernels() -> Iterator[tuple[str, str]]:
 
 
 MICRO_TYPES = {"source": "*bf16", "out": "*bf16", "encodes": FP32, "rows": "*i64", "columns": "*i64", "packed": "*u8"}
+MICRO_TYPES |= {"places": "*i64"}
 TILE = {"TILE_M": 32, "TILE_N": 128, "stride_n": 1}
+ROWS_IN_BLOCKS = {"HEIGHT": 1, "stride_a": 0, "stride_m": 1}
 
 
 def micro_kernels() -> Iterator[tuple[str, str]]:
@@ -119,7 +121,10 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
     for height in (1, MX_BLOCK):
         types = MICRO_TYPES | {"values": FP8, "scales": "*u8"}
         constants = TILE | {"HEIGHT": height, "BLOCK": MX_BLOCK, "UP": True}
+        constants |= {"places": None}
         yield f"micro MXFP8, {height} lines", compile_for_hopper(mx.quantise_mx_kernel, types, constants, options)
+    gathered = ROWS_IN_BLOCKS | {"TILE_M": 128, "TILE_N": MX_BLOCK, "BLOCK": MX_BLOCK, "UP": True}
+    yield "micro MXFP8, columns", compile_for_hopper(mx.quantise_mx_kernel, types, gathered, options)
     yield "micro MXFP8, back", compile_for_hopper(mx.dequantise_mx_kernel, types, constants, options)
     types = MICRO_TYPES | {"scales": FP8}
     for height, random in ((1, "lines"), (1, "matrices"), (NV_BLOCK, None)):
@@ -128,8 +133,8 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
         about = f"micro NVFP4, {height} lines, random {random}"
         yield about, compile_for_hopper(nv.quantise_nv_kernel, types, constants, options)
     yield "micro NVFP4, back", compile_for_hopper(nv.dequantise_nv_kernel, types, constants, options)
-    constants = TILE | {"HEIGHT": 1, "BLOCK": NV_BLOCK}
-    yield "micro Hadamard", compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, constants, options)
+    gathered = ROWS_IN_BLOCKS | {"TILE_M": 256, "TILE_N": NV_BLOCK, "BLOCK": NV_BLOCK}
+    yield "micro Hadamard", compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, gathered, options)
     types = {"x_LN": "*bf16", "maxima_L": FP32}
     yield "micro maxima", compile_for_hopper(line_maxima_triton.line_maxima_kernel, types, {"SPAN": 4096}, options)
 

@@ -2,7 +2,8 @@
 Imported only where Triton is.
 
 A tensor is A matrices of M lines with N values each, in any strides; a program takes a tile of one matrix. A block has
-HEIGHT lines, one or as many as values, and BLOCK values of each.
+HEIGHT lines, one or as many as values, and BLOCK values of each. Matrices may also be blocks of rows that lie anywhere:
+value n of every line of matrix a is then one of row `places`[a, n], zero where that is -1.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.quantise.fp8_triton import magnitude_bits
-from moefold.kernels.tile_triton import numbers_from, tile_mask
+from moefold.kernels.tile_triton import load_as_fp32, numbers_from, tile_mask
 
 TILE_VALUES = 4096  # of a program
 LONGEST_LINE = 128  # of a tile
@@ -53,6 +54,18 @@ def inside_tile(m, n, M, N):
 
 
 @triton.jit
+def load_tile(source, places, a, m, n, M, N, stride_a, stride_m, stride_n):
+    """The values of a tile in fp32. `places`: None, or those of rows; their matrices have no stride."""
+    if places is None:
+        at = strided_tile(source, a, m, n, stride_a, stride_m, stride_n)
+        return load_as_fp32(at, inside_tile(m, n, M, N))
+    else:
+        row = tl.load(places + a * N + n, mask=n < N, other=-1)
+        at = strided_tile(source, 0, m, row, 0, stride_m, stride_n)
+        return load_as_fp32(at, tile_mask(m < M, row >= 0))
+
+
+@triton.jit
 def in_blocks(x, TILE_M: constexpr, TILE_N: constexpr, HEIGHT: constexpr, BLOCK: constexpr):
     shape: constexpr = (TILE_M // HEIGHT, HEIGHT, TILE_N // BLOCK, BLOCK)
     return tl.reshape(x, shape)
@@ -84,6 +97,10 @@ class Matrices(NamedTuple):
     width: int
     strides: tuple[int, int, int]
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.count, self.lines, self.width
+
 
 def as_matrices(x: Tensor) -> Matrices:
     """Of two or three dims."""
@@ -91,6 +108,13 @@ def as_matrices(x: Tensor) -> Matrices:
     first = x.stride(0) if x.dim() == 3 else 0
     lines, width = x.shape[-2:]
     return Matrices(count, lines, width, (first, x.stride(-2), x.stride(-1)))
+
+
+def as_row_blocks(x_RD: Tensor, places_P: Tensor, height: int) -> Matrices:
+    """Blocks of rows that lie anywhere, transposed."""
+    count = len(places_P) // height
+    width = x_RD.shape[1]
+    return Matrices(count, width, height, (0, x_RD.stride(1), x_RD.stride(0)))
 
 
 class TilePlan(NamedTuple):

@@ -46,8 +46,8 @@ CHOICES: Choices = {
     "share_maxima": (Choice("triton", triton_runs, "cuda with Triton", "one read, whole blocks or parts of them"),),
     "cast_share": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one read, whole blocks or parts of them"),),
     "line_maxima": (Choice("triton", triton_runs, "cuda with Triton", "one read, nothing kept in fp32"),),
-    "hadamard_blocks": (Choice("triton", triton_runs, "cuda with Triton", "one read and one write"),),
-    "quantise_mx": (Choice("triton", fp8_casts_run, FP8_NEEDS, "scales and bytes in one read"),),
+    "hadamard_blocks": (Choice("triton", triton_runs, "cuda with Triton", "gather and transform in one read"),),
+    "quantise_mx": (Choice("triton", fp8_casts_run, FP8_NEEDS, "gather, scales and bytes in one read"),),
     "dequantise_mx": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one read, exact bf16 in one write"),),
     "quantise_nv": (
         Choice("triton", fp8_casts_run, FP8_NEEDS, "scales and codes in one read; random numbers are not stored"),

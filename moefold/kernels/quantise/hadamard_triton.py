@@ -10,14 +10,14 @@ from triton.language import constexpr
 
 from moefold.kernels.quantise import hadamard
 from moefold.kernels.quantise.block_tiles_triton import (
-    as_matrices,
+    as_row_blocks,
     flat_tile,
     inside_tile,
+    load_tile,
     matrix_and_lines,
     plan_tiles,
-    strided_tile,
 )
-from moefold.kernels.tile_triton import load_as_fp32, program_block
+from moefold.kernels.tile_triton import program_block
 
 SIZE = constexpr(hadamard.HADAMARD_SIZE)
 NEGATIVE = constexpr(sum(1 << place for place, sign in enumerate(hadamard.SIGNS) if sign < 0))
@@ -38,6 +38,7 @@ def sums_and_differences(y, LINES: constexpr, HALF: constexpr):
 @triton.jit
 def hadamard_kernel(
     source,
+    places,
     out,
     M,
     N,
@@ -51,9 +52,7 @@ def hadamard_kernel(
 ):
     a, m = matrix_and_lines(M, TILE_M)
     n = program_block(1, TILE_N)
-    inside = inside_tile(m, n, M, N)
-    at = strided_tile(source, a, m, n, stride_a, stride_m, stride_n)
-    x = load_as_fp32(at, inside)
+    x = load_tile(source, places, a, m, n, M, N, stride_a, stride_m, stride_n)
     LINES: constexpr = TILE_M * TILE_N // SIZE
     lines: constexpr = (LINES, SIZE)
     y = tl.reshape(x, lines)
@@ -67,14 +66,14 @@ def hadamard_kernel(
     shape: constexpr = (TILE_M, TILE_N)
     scaled = tl.reshape(y * FACTOR, shape)
     rounded = scaled.to(out.dtype.element_ty)
-    tl.store(flat_tile(out, a, m, n, M, N), rounded, mask=inside)
+    tl.store(flat_tile(out, a, m, n, M, N), rounded, mask=inside_tile(m, n, M, N))
 
 
-def launch_hadamard(x: Tensor) -> Tensor:
-    out = x.new_empty(x.shape)
-    if x.numel():
-        matrices = as_matrices(x)
-        plan = plan_tiles(matrices, hadamard.HADAMARD_SIZE, 1)
+def launch_hadamard(x_RD: Tensor, source_P: Tensor) -> Tensor:
+    blocks = as_row_blocks(x_RD, source_P, hadamard.HADAMARD_SIZE)
+    out = x_RD.new_empty(blocks.shape)
+    if out.numel():
+        plan = plan_tiles(blocks, hadamard.HADAMARD_SIZE, 1)
         launch = hadamard_kernel[plan.grid]
-        launch(x, out, matrices.lines, matrices.width, *matrices.strides, **plan.constants)
+        launch(x_RD, source_P, out, blocks.lines, blocks.width, *blocks.strides, **plan.constants)
     return out

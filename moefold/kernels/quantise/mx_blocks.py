@@ -13,22 +13,31 @@ from torch import Tensor
 from moefold.config.precision_recipes import MX_BLOCK
 from moefold.kernels.quantise.fp8 import Quantised
 from moefold.kernels.quantise.mxfp8 import ScaleRounding, dequantise_mxfp8, quantise_mxfp8, quantise_mxfp8_squares
+from moefold.kernels.quantise.row_blocks import places_of_case, rows_to_blocks
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 
 @register_inner_op
-def quantise_mx(x: Tensor, rounding: ScaleRounding = "up", squares: bool = False) -> Quantised:
-    """(M, N) or (A, M, N) in any strides. Scales: (..., M, N / 32), or (..., M / 32, N / 32) of squares."""
+def quantise_mx(
+    x: Tensor, rounding: ScaleRounding = "up", squares: bool = False, source_P: Tensor | None = None
+) -> Quantised:
+    """(M, N) or (A, M, N) in any strides. Scales: (..., M, N / 32), or (..., M / 32, N / 32) of squares. `source_P`: x
+    are rows (R, D), taken from these places in blocks of 32, which are quantised transposed: (B, D, 32); -1: zeros."""
+    if source_P is not None:
+        x = rows_to_blocks(x, source_P, MX_BLOCK)
     if squares:
         return quantise_mxfp8_squares(x, rounding)
     return quantise_mxfp8(x, rounding)
 
 
 @quantise_mx.register_fast("triton")
-def quantise_mx_triton(x: Tensor, rounding: ScaleRounding = "up", squares: bool = False) -> Quantised:
+def quantise_mx_triton(
+    x: Tensor, rounding: ScaleRounding = "up", squares: bool = False, source_P: Tensor | None = None
+) -> Quantised:
+    """Rows are gathered where they are read."""
     from moefold.kernels.quantise.mx_blocks_triton import launch_quantise_mx
 
-    return launch_quantise_mx(x, rounding, squares)
+    return launch_quantise_mx(x, rounding, squares, source_P)
 
 
 @register_inner_op
@@ -63,6 +72,8 @@ def quantise_mx_cases(draw: CaseInputs) -> Cases:
     matrices = draw.normal(2, 64, 160)
     yield KernelCase("squares", (matrices, "up", True))
     yield KernelCase("squares of the transpose", (matrices.mT, "up", True))
+    rows = draw.normal(37, 40)
+    yield KernelCase("rows in blocks", (rows, "up", False, places_of_case(rows, MX_BLOCK)))
 
 
 @dequantise_mx.register_cases

@@ -15,18 +15,20 @@ from moefold.config.precision_recipes import MX_BLOCK
 from moefold.kernels.quantise import mxfp8
 from moefold.kernels.quantise.block_tiles_triton import (
     as_matrices,
+    as_row_blocks,
     block_numbers,
     flat_tile,
     in_blocks,
     inside_tile,
     largest_bits,
+    load_tile,
     matrix_and_lines,
     plan_tiles,
     strided_tile,
 )
 from moefold.kernels.quantise.fp8 import E4M3, Quantised
 from moefold.kernels.quantise.fp8_triton import INFINITY_BITS, MANTISSA, magnitude_bits, magnitude_of_bits
-from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, program_block
+from moefold.kernels.tile_triton import load_or_zero, program_block
 
 LARGEST = constexpr(E4M3.largest)
 ONE_OVER_LARGEST = constexpr(1.0 / E4M3.largest)
@@ -65,6 +67,7 @@ def power_of_two(exponent):
 @triton.jit
 def quantise_mx_kernel(
     source,
+    places,
     values,
     scales,
     M,
@@ -80,9 +83,7 @@ def quantise_mx_kernel(
 ):
     a, m = matrix_and_lines(M, TILE_M)
     n = program_block(1, TILE_N)
-    inside = inside_tile(m, n, M, N)
-    at = strided_tile(source, a, m, n, stride_a, stride_m, stride_n)
-    x = load_as_fp32(at, inside)
+    x = load_tile(source, places, a, m, n, M, N, stride_a, stride_m, stride_n)
     # scales
     blocks = in_blocks(x, TILE_M, TILE_N, HEIGHT, BLOCK)
     byte = scale_byte(largest_bits(blocks), UP)
@@ -100,7 +101,7 @@ def quantise_mx_kernel(
     sound = tl.where(is_nan[:, None, :, None], float("nan"), clamped)
     shape: constexpr = (TILE_M, TILE_N)
     q = tl.reshape(sound, shape).to(tl.float8e4nv)
-    tl.store(flat_tile(values, a, m, n, M, N), q, mask=inside)
+    tl.store(flat_tile(values, a, m, n, M, N), q, mask=inside_tile(m, n, M, N))
 
 
 @triton.jit
@@ -136,17 +137,20 @@ def dequantise_mx_kernel(
     tl.store(at, x.to(out.dtype.element_ty), mask=inside)
 
 
-def launch_quantise_mx(x: Tensor, rounding: mxfp8.ScaleRounding, squares: bool) -> Quantised:
-    *rest, lines, width = x.shape
+def launch_quantise_mx(
+    x: Tensor, rounding: mxfp8.ScaleRounding, squares: bool, places_P: Tensor | None = None
+) -> Quantised:
     height = MX_BLOCK if squares else 1
-    values = x.new_empty(x.shape, dtype=E4M3.dtype)
+    matrices = as_matrices(x) if places_P is None else as_row_blocks(x, places_P, MX_BLOCK)
+    shape = x.shape if places_P is None else matrices.shape
+    *rest, lines, width = shape
+    values = x.new_empty(shape, dtype=E4M3.dtype)
     scales_shape = (*rest, lines // height, width // MX_BLOCK)
     scales = x.new_empty(scales_shape, dtype=torch.uint8)
-    if x.numel():
-        matrices = as_matrices(x)
+    if values.numel():
         plan = plan_tiles(matrices, MX_BLOCK, height)
         launch = quantise_mx_kernel[plan.grid]
-        launch(x, values, scales, lines, width, *matrices.strides, UP=rounding == "up", **plan.constants)
+        launch(x, places_P, values, scales, lines, width, *matrices.strides, UP=rounding == "up", **plan.constants)
     return Quantised(values, scales)
 
 

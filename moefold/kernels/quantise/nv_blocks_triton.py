@@ -126,9 +126,8 @@ def quantise_nv_kernel(
     """RANDOM: None, "lines" (a random row for each line) or "matrices" (one for each matrix)."""
     a, m = matrix_and_lines(M, TILE_M)
     n = program_block(1, TILE_N)
-    inside = inside_tile(m, n, M, N)
     at = strided_tile(source, a, m, n, stride_a, stride_m, stride_n)
-    x = load_as_fp32(at, inside)
+    x = load_as_fp32(at, inside_tile(m, n, M, N))
     # scales
     i, j = block_numbers(m, n, HEIGHT, BLOCK, TILE_M, TILE_N)
     tall = M // HEIGHT
@@ -150,9 +149,8 @@ def quantise_nv_kernel(
         column = load_or_zero(columns + n, n < N)
         chance = random_chances(row[:, None] + column[None, :])
     if RANDOM == "matrices":
-        place = m[:, None] * N + n[None, :]
-        column = load_or_zero(columns + place, inside)
-        chance = random_chances(tl.load(rows + a) + column)
+        first = load_or_zero(columns + m * N, m < M)
+        chance = random_chances(tl.load(rows + a) + first[:, None] + n[None, :])
     codes = e2m1_codes(y, chance, RANDOM is not None)
     pairs: constexpr = (TILE_M, TILE_N // 2, 2)
     low, high = tl.split(tl.reshape(codes, pairs))

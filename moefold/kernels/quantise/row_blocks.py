@@ -17,11 +17,13 @@ from moefold.kernels.quantise.row_tiles import rows_of_experts
 
 class RowBlocks(NamedTuple):
     """`ends_E`: where each expert's padded rows end. `expert_R`: the expert of each row, E for none. `place_R`: the
-    padded place of each row, P for rows without an expert. `expert_B`: the expert of each block."""
+    padded place of each row, P for rows without an expert. `source_P`: the row of each padded place, -1 for none.
+    `expert_B`: the expert of each block."""
 
     ends_E: Tensor
     expert_R: Tensor
     place_R: Tensor
+    source_P: Tensor
     expert_B: Tensor
 
 
@@ -46,14 +48,17 @@ def row_blocks(ends_E: Tensor, rows: int, height: int) -> RowBlocks:
     row_R = torch.arange(rows, device=ends.device)
     place_R = row_R + shift_E[held_R]
     has_expert_R = expert_R < experts
-    place_R = torch.where(has_expert_R, place_R, blocks * height)
+    padded = blocks * height
+    place_R = torch.where(has_expert_R, place_R, padded)
+    source_P = row_R.new_full((padded + 1,), -1)  # rows without an expert go to the last place
+    source_P[place_R] = row_R
     # the expert of each block
     number_B = torch.arange(blocks, device=ends.device)
     row_B = number_B * height
     expert_B = torch.searchsorted(padded_ends_E, row_B, right=True)
     expert_B = expert_B.clamp(max=last_expert)
     padded_ends_E = padded_ends_E.int()
-    return RowBlocks(padded_ends_E, expert_R, place_R, expert_B)
+    return RowBlocks(padded_ends_E, expert_R, place_R, source_P[:padded], expert_B)
 
 
 def expert_of_rows(ends_E: Tensor, rows: int) -> Tensor:
@@ -63,15 +68,21 @@ def expert_of_rows(ends_E: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, row_R, right=True)
 
 
-def rows_to_blocks(x_RD: Tensor, blocks: RowBlocks, height: int) -> Tensor:
-    """(B, D, K): each block transposed, so that the values of a column lie together."""
-    padded = len(blocks.expert_B) * height
+def rows_to_blocks(x_RD: Tensor, source_P: Tensor, height: int) -> Tensor:
+    """(B, D, K): each block transposed, so that the values of a column lie together; zeros where there is no row."""
     width = x_RD.shape[1]
-    x_PD = x_RD.new_zeros(padded + 1, width)  # rows without an expert go to the last row
-    x_PD[blocks.place_R] = x_RD
-    x_PD = x_PD[:padded]
+    zeros = x_RD.new_zeros(1, width)
+    with_zeros = torch.cat((x_RD, zeros))  # -1 is its last row
+    x_PD = with_zeros[source_P]
     x_BKD = in_blocks(x_PD, 0, height)
     return x_BKD.mT
+
+
+def places_of_case(rows: Tensor, height: int) -> Tensor:
+    """For cases of ops: two blocks of some rows, in another order, a third of the places without one."""
+    place_P = torch.arange(2 * height, device=rows.device)
+    source_P = (place_P * 5) % len(rows)
+    return torch.where(place_P % 3 == 1, -1, source_P)
 
 
 def blocks_to_rows(x_BDK: Tensor) -> Tensor:
