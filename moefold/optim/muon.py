@@ -51,7 +51,7 @@ MUON_SCALES: dict[str, MatrixScale] = {
 
 DIRECTION_DTYPES = {torch.float16: torch.bfloat16}  # gradients without their loss scale are too small for fp16
 
-WINDOW_ELEMENTS = 2**26  # of matrices that are updated at a time
+WINDOW_ELEMENTS = 2**28  # of matrices that are updated at a time: with few, the host launches longer than they take
 Windows = list[MatrixWindow]
 
 
