@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.adapters import adapter_parameters, adapters_of_all_ranks, run_flops_per_token
+from moefold.anatomy.captured_steps import CAPTURED_READS
 from moefold.anatomy.frozen_base import base_size_of_all_ranks
 from moefold.anatomy.host_experts import experts_on_host
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
@@ -88,6 +89,7 @@ NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
 CAPTURED = "forward, backward, clipping and update of all microbatches, captured after some eager steps"
 EAGER = "validation, samples, profiled steps, steps that record FP8 operands"
+STATIC_EAGER = "all other steps, clipping, update, validation, samples, profiled steps"
 Description = dict[str, Any]
 
 
@@ -300,8 +302,20 @@ def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[s
     described: Description = {"graphs": graphs}
     if graphs == "whole":
         described |= {"captured": CAPTURED, "eager": EAGER}
+    if graphs == "static":
+        described |= {"captured": captured_steps_in_words(config.model), "eager": STATIC_EAGER}
     described["in_the_way"] = obstacles_to_whole_graph(config, ranks, facts, kernels)
     return described
+
+
+def captured_steps_in_words(model: ModelConfig) -> str:
+    names: dict[str, None] = {}
+    for layer in distinct_layers(model):
+        for spec in layer.steps:
+            if spec.name in CAPTURED_READS:
+                names[spec.name] = None
+    listed = ", ".join(names)
+    return f"{listed}: forward and backward of each, once for every microbatch in flight, after some eager steps"
 
 
 def obstacles_to_whole_graph(
@@ -618,6 +632,10 @@ def print_stash(stash: Description, console: Console) -> None:
 
 def print_graphs(graphs: Description, console: Console) -> None:
     in_the_way = "; ".join(graphs["in_the_way"])
+    if graphs["graphs"] == "static":
+        text = f"CUDA graphs of steps: {graphs['captured']}; eager: {graphs['eager']}"
+        console.print(escape(text))
+        return
     if "captured" in graphs:
         text = f"one CUDA graph: {graphs['captured']}; eager: {graphs['eager']}"
     else:

@@ -509,8 +509,10 @@ class MemoryConfig:
         "order; pages: in any order, for pipelines; none: in tensors of their own",
     )
     stash_gib: float = key(8.0, "size of the pool of stashed rows, in GiB of device memory", above=0)
-    graphs: Literal["none", "whole"] = key(
-        "none", "whole: the step is one CUDA graph, captured once and replayed; none: every kernel is launched anew"
+    graphs: Literal["none", "static", "whole"] = key(
+        "none",
+        "whole: the step is one CUDA graph, captured once and replayed; static: attention, router, dense MLP and "
+        "shared experts are graphs, the rest is launched anew, on any number of ranks; none: every kernel is",
     )
 
 

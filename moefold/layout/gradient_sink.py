@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,14 +18,30 @@ LendMemory = Callable[[torch.dtype], "Tensor | None"]
 RunningSum = Callable[[], "Tensor | None"]
 
 
+class FixedSum(Protocol):
+    """The sum of a parameter's gradients, for a backward that is captured: its memory stays where it is."""
+
+    def holds_sum(self) -> bool:
+        """Whether the next gradient is added to others; the first is written."""
+        ...
+
+    def add(self, gradient: Tensor) -> None: ...
+
+    def note_added(self) -> None:
+        """Count a gradient that a replay has added."""
+        ...
+
+
 @dataclass(frozen=True)
 class GradientSink:
     """`lend` returns the flat memory for a first gradient, or None if it is taken. `running_sum` returns that memory
-    for a further gradient to be added to, or None if it holds no sum yet. `shape` is the parameter's."""
+    for a further gradient to be added to, or None if it holds no sum yet. `shape` is the parameter's.
+    `total`: the sum itself."""
 
     shape: torch.Size
     lend: LendMemory
     running_sum: RunningSum
+    total: FixedSum | None = None
 
     def place(self, dtype: torch.dtype) -> Tensor | None:
         """Memory without values for a gradient of this type. It is lent once in a step."""
@@ -40,8 +57,8 @@ class GradientSink:
         return flat.view(self.shape)
 
 
-def attach_gradient_sink(weight: Tensor, lend: LendMemory, running: RunningSum) -> None:
-    sink = GradientSink(weight.shape, lend, running)
+def attach_gradient_sink(weight: Tensor, lend: LendMemory, running: RunningSum, total: FixedSum | None = None) -> None:
+    sink = GradientSink(weight.shape, lend, running, total)
     weight.sink = sink  # pyright: ignore[reportAttributeAccessIssue]
 
 

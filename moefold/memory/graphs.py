@@ -65,11 +65,36 @@ class CudaRecorder:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 result = work()
         except RuntimeError as error:
-            raise RunFailure(
-                f"memory.graphs = whole: the step could not be captured: {error}; set memory.graphs to none, and see "
-                "`moefold explain` for what stands in the way"
-            ) from error
+            raise capture_failure("memory.graphs = whole: the step", error) from error
         return result, graph.replay
+
+
+class PoolRecorder(CudaRecorder):
+    """CUDA graphs that share one pool of memory, captured while work runs: on the stream of `run`, without a wait for
+    the device."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work[T]) -> Recorded[T]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            raise capture_failure("memory.graphs = static: a step of the model", error) from error
+        return result, graph.replay
+
+
+def capture_failure(what: str, error: RuntimeError) -> RunFailure:
+    return RunFailure(
+        f"{what} could not be captured: {error}; set memory.graphs to none, and see `moefold explain` for what stands "
+        "in the way"
+    )
 
 
 class StaticBatch:
@@ -192,8 +217,8 @@ class StepGraph(Generic[T]):
 
 
 def make_step_graph(graphs: str, device: torch.device) -> StepGraph[Any] | None:
-    """The graph of a run by `memory.graphs`."""
-    if graphs == "none":
+    """The graph of a run by `memory.graphs`, if it has one of the whole step."""
+    if graphs != "whole":
         return None
     recorder = CudaRecorder(device)
     return StepGraph(recorder)

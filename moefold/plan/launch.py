@@ -51,8 +51,7 @@ def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     """The configuration in the planned precision, with the planned recompute and graph, and with the steps of the token
     budget unless the request sets them."""
     config = with_planned_regions(config, choices)
-    if choices.graphs != "static":
-        config = replace(config, memory=replace(config.memory, graphs=choices.graphs))
+    config = replace(config, memory=replace(config.memory, graphs=choices.graphs))
     train = replace(config.train, precision=choices.precision)  # pyright: ignore[reportArgumentType]
     if "train.steps" not in r.fixed:
         step_tokens = train.global_batch * config.data.seq_len

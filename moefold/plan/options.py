@@ -62,7 +62,7 @@ TRAINER_VALUES: dict[str, tuple[object, ...]] = {  # values of `PlanChoices` tha
     "sharding": ("zero",),
     "quantized_weights": (False,),
     "states_on_host": (False,),
-    "graphs": ("none", "whole"),
+    "graphs": ("none", "static", "whole"),
     "travel": ("bf16",),
 }
 

@@ -4,6 +4,9 @@ Fleeting memory is allocated when the first gradient of a step arrives, without 
 parameter is written, the next ones are added, and parameters without a gradient are zeroed at the end. So gradients
 take the place of activations that backward has freed, and a gradient that a kernel wrote in place costs no copy.
 
+Fleeting memory may be asked to stay: for graphs of single steps, which read it where it was captured, while the host
+goes on deciding whether a gradient is the first.
+
 Standing memory is allocated once and has the same addresses in every step, as a captured graph needs. Whether a
 gradient is the first of the step is then no decision of the host: a flag per parameter on the device says so.
 """
@@ -11,7 +14,7 @@ gradient is the first of the step is then no decision of the host: a flag per pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +35,17 @@ class GradientSums:
         self.dtype = dtype
         self.gaps = gaps_between(self.spans, size)
         self.flat: Tensor | None = None
+        self.fixed: Tensor | None = None  # the flat tensor, if it stays
         self.open_standing_memory()
         self.release()
 
     def open_standing_memory(self) -> None:
         """Allocate what stays from step to step: nothing."""
+
+    def stay_in_place(self) -> None:
+        """From now on, have the same memory in every step."""
+        self.fixed = self.allocate()
+        self.release()
 
     @property
     def nbytes(self) -> int:
@@ -44,9 +53,11 @@ class GradientSums:
         return self.size * self.dtype.itemsize
 
     def release(self) -> None:
-        """Forget all gradients, and free the memory."""
+        """Forget all gradients, and free the memory unless it stays."""
         self.reduced: Tensor | None = None  # this rank's share of the sum over ranks, once it has arrived
-        self.flat = None
+        self.flat = self.fixed
+        if self.flat is not None:
+            self.clear_gaps(self.flat)  # which a reduction may have used
         self.filled: set[int] = set()
         self.lent: set[int] = set()
         self.adding: set[int] = set()  # parameters whose product has added to the sum by itself
@@ -54,10 +65,13 @@ class GradientSums:
     def allocate(self) -> Tensor:
         """The flat tensor without values, but for zeros between parameters."""
         flat = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        self.clear_gaps(flat)
+        return flat
+
+    def clear_gaps(self, flat: Tensor) -> None:
         for gap in self.gaps:
             between = flat[gap]
             between.zero_()
-        return flat
 
     def memory_for_reduction(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the sum over ranks, or for what arrives of it."""
@@ -87,8 +101,13 @@ class GradientSums:
         self.adding.add(number)
         return self.place(number)
 
+    def note_added(self, number: int) -> None:
+        """Count a gradient that a replay has added."""
+        self.filled.add(number)
+        self.adding.add(number)
+
     def was_added_in_place(self, number: int) -> bool:
-        """Whether a product has added to this sum since the last call."""
+        """Whether a product or a replay has added to this sum since the last call."""
         added = number in self.adding
         self.adding.discard(number)
         return added
@@ -128,6 +147,22 @@ class GradientSums:
         self.filled = set()
         self.lent = set()
         return flat
+
+
+class ParameterSum(NamedTuple):
+    """The sum of one parameter's gradients (layout/gradient_sink.py, `FixedSum`)."""
+
+    sums: GradientSums
+    number: int
+
+    def holds_sum(self) -> bool:
+        return self.number in self.sums.filled
+
+    def add(self, gradient: Tensor) -> None:
+        self.sums.add(self.number, gradient)
+
+    def note_added(self) -> None:
+        self.sums.note_added(self.number)
 
 
 class StandingSums(GradientSums):

@@ -29,6 +29,7 @@ from moefold.layout.axes import World
 from moefold.layout.gradient_sink import attach_gradient_sink
 from moefold.precision.fp8_gradient_sum import reduce_scatter_fp8
 from moefold.shard.buckets import Bucket, units_of_buckets
+from moefold.shard.gradient_sums import ParameterSum
 
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
 POWER_OF_TWO_SCALES = ScaleRule(power_of_two=True)
@@ -109,7 +110,8 @@ class Gradients:
         for place, parameter in enumerate(bucket.parameters):
             lend = partial(sums.lend_gradient_memory, place)
             running = partial(sums.running_sum, place)
-            attach_gradient_sink(parameter.tensor, lend, running)
+            total = ParameterSum(sums, place)
+            attach_gradient_sink(parameter.tensor, lend, running, total)
             name = parameter.name
             hook = self.accumulation_hook(number, place, name)
             handle = parameter.tensor.register_post_accumulate_grad_hook(hook)
@@ -121,6 +123,11 @@ class Gradients:
         references that hooks hold."""
         for hook in self.hooks:
             hook.remove()
+
+    def stay_in_place(self) -> None:
+        """From now on, sums have the same memory in every step, as captured graphs need."""
+        for bucket in self.buckets:
+            bucket.sums.stay_in_place()
 
     def begin(self) -> None:
         """Forget the step before; to be called before the first microbatch."""

@@ -7,6 +7,7 @@ another stream (optim/host_states.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,16 +63,25 @@ class Publisher:
         """Let calls of the module wait for the parameters that it reads. Frozen ones are in no bucket."""
         own = module.parameters(recurse=False)
         used = (*own, *module.borrowed)
+        in_order = self.awaited_buckets(used)
+        if in_order:
+            hook = partial(self.await_buckets, in_order)
+            module.register_forward_pre_hook(hook)
+
+    def awaited_buckets(self, parameters: Iterable[Tensor]) -> list[int]:
+        """The numbers of the buckets that readers of these parameters have to wait for."""
         needed: set[int] = set()
-        for parameter in used:
+        for parameter in parameters:
             if parameter.requires_grad:
                 number = self.bucket_of[id(parameter)]
                 needed.add(number)
         awaited = needed if self.late_updates else filter(self.has_replicas, needed)
-        in_order = sorted(awaited)
-        if in_order:
-            hook = partial(self.await_buckets, in_order)
-            module.register_forward_pre_hook(hook)
+        return sorted(awaited)
+
+    def waiter_for(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """What waits for the present values of these parameters, as calls of their modules do."""
+        in_order = self.awaited_buckets(parameters)
+        return partial(self.await_buckets, in_order)
 
     def has_replicas(self, number: int) -> bool:
         replicas = self.buckets[number].replicas

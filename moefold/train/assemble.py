@@ -44,6 +44,7 @@ from moefold.layout.dtypes import DTYPES
 from moefold.memory.choose import attach_configured_policies
 from moefold.memory.graphs import StepGraph, make_step_graph
 from moefold.memory.host_experts import fetch_experts, hold_experts_on_host
+from moefold.memory.static_graphs import StaticGraphs, make_static_graphs
 from moefold.model.attention.context_parallel import choose_context_mechanisms
 from moefold.model.initialise import fill_parameters, initialise_parameters
 from moefold.model.objective import Preferences
@@ -73,7 +74,7 @@ from moefold.shard.weight_checksums import WeightChecksums
 from moefold.train.reference import FrozenWeights, Reference
 from moefold.train.routing_replay import open_replay
 from moefold.train.row_guard import NoBounds, StepGuard, make_row_guard
-from moefold.train.share_out import share_out_model
+from moefold.train.share_out import SharedOut, share_out_model
 
 
 def unobserved_phase(name: str) -> AbstractContextManager[object]:
@@ -105,6 +106,7 @@ class Run:
     dispatcher_reason: str
     pace: StepScalars  # the learning rate as a share of its peak
     graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
+    static_graphs: StaticGraphs | None = None  # of steps of the model whose shapes do not depend on routing
     spikes: SpikeJudge | None = None  # None: spikes are not looked for
     reference: Reference | None = None  # that the objective compares with; None: with nothing
     row_guard: StepGuard = field(default_factory=NoBounds)
@@ -162,6 +164,9 @@ def assemble_run(
     shared = share_out_model(config, model, world, groups, kernels, spans, weights)
     gradients = shared.gradients
     optimizer = Optimizer(shared.buckets, groups.rules)
+    static_graphs = make_static_graphs(config.memory.graphs, model, world.device)
+    if static_graphs is not None:
+        bind_static_graphs(static_graphs, shared)
     around = (*shared.around, *fetch_experts(config, model, spans))
     executor = Executor(config, model, gradients, world, spans, around)
     reading = executor if frozen is None else Executor(config, frozen, gradients, world, spans)
@@ -187,11 +192,19 @@ def assemble_run(
         dispatcher_reason=dispatcher_reason,
         pace=StepScalars([[1.0]], world.device),
         graph=make_step_graph(config.memory.graphs, world.device),
+        static_graphs=static_graphs,
         spikes=spikes,
         reference=make_reference(config, reading),
         row_guard=make_row_guard(model, loss_scale, judges, world),
         checksums=WeightChecksums(shared.buckets, world.device) if config.observe.compare_every else None,
     )
+
+
+def bind_static_graphs(graphs: StaticGraphs, shared: SharedOut) -> None:
+    """Let graphs find gradients in their places, and wait for weights from other ranks."""
+    assert isinstance(shared.parameters, Publisher), "weights that are gathered have no places"
+    shared.gradients.stay_in_place()
+    graphs.weights = shared.parameters
 
 
 def make_frozen_copy(

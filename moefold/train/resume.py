@@ -117,6 +117,8 @@ def resume_run(run: Run, source: str, say: Printer, kept: OpenedCheckpoint | Non
     run.parameters.publish()
     if run.graph is not None:
         run.graph.forget()
+    if run.static_graphs is not None:
+        run.static_graphs.forget()
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]

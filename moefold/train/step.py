@@ -175,7 +175,10 @@ def write_step_scalars(run: Run, number: int, lr: float) -> None:
 
 
 def take_device_part(run: Run, batch: Batch) -> StepOutputs:
-    """Compute the step, or replay it."""
+    """Compute the step, with graphs of its static parts if the run has such, or replay it."""
+    if run.static_graphs is not None:
+        compute = partial(compute_step, run, batch)
+        return run.static_graphs.take_step(compute, run.is_observed)
     graph = run.graph
     if graph is None or run.is_observed:
         return compute_step(run, batch)

@@ -146,10 +146,10 @@ def test_a_written_config_trains(tmp_path: Path):
 
 
 def test_choices_that_the_trainer_lacks_are_marked_and_not_written(tmp_path: Path, capsys: Any):
-    words = ["plan", "qwen3-30b-a3b", "--gpus", "16", "--parallel.ep", "8", "--mbs", "1", "--graphs", "static"]
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "16", "--parallel.ep", "8", "--mbs", "1", "--precision", "fp8"]
     assert run_command_line([*words, "--write", str(tmp_path / "launch")]) == 2
     printed = capsys.readouterr()
-    assert "not in the trainer yet: graphs static" in printed.out
+    assert "not in the trainer yet: precision fp8" in printed.out
     assert "nothing was written" in printed.err
     assert not (tmp_path / "launch").exists()
 

@@ -265,6 +265,32 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.stash=stack --memory.recompute=experts@0-2,layer@3", 1, "layer@3"),
         ("--memory.stash=stack --memory.recompute=experts@1-3 --model.moe.dense_layers=1", 1, "dense_layers = 1"),
     ],
+    "static graphs are of a GPU": [("--memory.graphs=static --train.device=cpu", 1, "train.device = cpu")],
+    "static graphs have no collectives": [
+        ("--memory.graphs=static --parallel.tp=2", 2, "parallel.tp = 2"),
+        ("--memory.graphs=static --parallel.cp=2", 2, "parallel.cp = 2"),
+    ],
+    "static graphs have weight gradients at once": [
+        ("--memory.graphs=static --pipeline.defer=true", 1, "pipeline.defer = true"),
+        ("--memory.graphs=static --pipeline.pair=true", 1, "pipeline.fill = true"),
+        ("--memory.graphs=static --pipeline.schedule=zb_h1 --parallel.pp=2", 2, "pipeline.schedule = zb_h1"),
+    ],
+    "static graphs find weights in their places": [
+        ("--memory.graphs=static --shard.mode=zero3", 1, "shard.mode = zero3"),
+        ("--memory.graphs=static --optim.states=host", 1, "optim.states = host"),
+        (f"--memory.graphs=static --memory.offload=expert_weights {FROZEN_EXPERTS}", 1, "offload = expert_weights"),
+    ],
+    "static graphs keep what they save": [
+        ("--memory.graphs=static --memory.recompute=norm,moe", 1, "memory.recompute = norm,moe"),
+        ("--memory.graphs=static --memory.offload=core", 1, "memory.offload = core"),
+    ],
+    "static graphs have plain products": [
+        ("--memory.graphs=static --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
+    ],
+    "static graphs tell the host nothing": [
+        ("--memory.graphs=static --train.record_routing=a.routing", 1, "train.record_routing = a.routing"),
+        ("--memory.graphs=static --optim.qk_clip=50 --model.attention.qk_norm=none", 1, "optim.qk_clip = 50"),
+    ],
     "a whole graph is of one rank": [
         ("--memory.graphs=whole --parallel.ep=2", 2, "parallel.ep = 2 is in the way"),
         ("--memory.graphs=whole --parallel.tp=2 --parallel.cp=2", 4, "parallel.tp = 2, parallel.cp = 2 is in the way"),

@@ -64,7 +64,7 @@ APPLIES: dict[str, tuple[dict[str, Any], str, str]] = {  # request, source, what
         "pipeline rank 0 takes",
     ),
     "launches": (GENEROUS, "table 15", "train.micro_batch 2"),
-    "graphs": (GENEROUS, "table 15", "graphs static (not in the trainer yet)"),
+    "graphs": (GENEROUS, "table 15", "graphs static: "),
     "one graph": (
         {"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "mbs": 1, "gbs": 1, "data.seq_len": 512, "parallel.tp": 1},
         "table 15",

@@ -117,16 +117,19 @@ def test_a_search_proposes_what_the_trainer_can_run():
 
 
 def test_choices_that_the_trainer_lacks_are_marked_and_not_launched():
-    found = answer_request({**ONE, "precision": "fp8", "graphs": "static", "recompute": "norm"})
+    found = answer_request({**ONE, "precision": "fp8", "travel": "fp8", "recompute": "norm"})
     assert found["fits"]
-    assert found["not_in_trainer"] == ["precision fp8", "graphs static"]
+    assert found["not_in_trainer"] == ["precision fp8", "travel fp8"]
     assert found["launch"] is None
 
 
 ALONE = {"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "mbs": 1, "gbs": 1, "parallel.tp": 1}
 
 
-def test_a_whole_graph_is_planned_and_launched_on_one_gpu():
+def test_a_whole_graph_is_planned_on_one_gpu_and_static_graphs_on_several():
+    spread = answer_request({**ALONE, "gpus": 8, "gbs": 8, "parallel.ep": 8, "graphs": "static"})
+    assert spread["not_in_trainer"] == []
+    assert "graphs: static" in spread["launch"]["config.yaml"]
     for words in ({"graphs": "whole"}, {"memory.graphs": "whole"}):
         found = answer_request(ALONE | words)
         assert found["not_in_trainer"] == []

@@ -18,6 +18,7 @@ from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
+from moefold.anatomy.captured_steps import CAPTURED_READS
 from moefold.config.memory_regions import MOE_STEPS
 from moefold.plan.layer.layer_costs import Gemm, StepCount
 from moefold.plan.layer.moefold_layers import swaps_heads, writes_score_gradients
@@ -354,7 +355,7 @@ class StepClock:
     def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
         """Exposed launch latency in seconds: host and device run in parallel, with imperfect overlap."""
         graphs = self.choices.graphs
-        in_graph = graphs == "static" and step.spec.static
+        in_graph = graphs == "static" and step.name in CAPTURED_READS
         if in_graph or graphs == "whole":
             return 0.0
         host = launches * self.gpu.host.launch

@@ -1,0 +1,104 @@
+"""Rules of `memory.graphs static`: what steps of the model that are captured one by one do not have."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from moefold.config.errors import UserError
+from moefold.config.memory_regions import entries_of_expert_weights, parse_offload
+from moefold.config.memory_rules import GRAPHS, layer_count, recomputed_regions
+from moefold.config.precision_rules import recipes_in_use
+from moefold.config.rule import ConfigOnRanks, RuleList
+
+NO_GRAPHS = "set memory.graphs to none"
+EAGER_REGIONS = frozenset(("activation", "dispatch", "experts", "moe", "layer"))  # those outside of captured steps
+SCHEDULES_AT_ONCE = ("gpipe", "1f1b", "interleaved")  # data and weight gradients are one piece
+
+STATIC_GRAPH_RULES = RuleList()
+
+
+def has_static_graphs(c: ConfigOnRanks) -> bool:
+    return c.memory.graphs == "static"
+
+
+@STATIC_GRAPH_RULES.rule(
+    "static graphs are of a GPU",
+    (GRAPHS, "train.device"),
+    why="steps are captured on a GPU alone",
+    fix=NO_GRAPHS,
+)
+def static_graphs_are_of_a_gpu(c: ConfigOnRanks) -> bool:
+    return not has_static_graphs(c) or c.train.device != "cpu"
+
+
+@STATIC_GRAPH_RULES.rule(
+    "static graphs have no collectives",
+    (GRAPHS, "parallel.tp", "parallel.cp"),
+    why="attention, routers and MLPs of several tp or cp ranks send messages, which the host launches",
+    fix="set parallel.tp and cp to 1, or memory.graphs to none",
+)
+def static_graphs_have_no_collectives(c: ConfigOnRanks) -> bool:
+    return not has_static_graphs(c) or c.parallel.tp * c.parallel.cp == 1
+
+
+@STATIC_GRAPH_RULES.rule(
+    "static graphs have weight gradients at once",
+    (GRAPHS, "pipeline.schedule", "pipeline.defer", "pipeline.pair", "pipeline.fill"),
+    why="a captured backward has the weight gradients of its step, which would otherwise wait for a gap",
+    fix=NO_GRAPHS,
+)
+def static_graphs_defer_nothing(c: ConfigOnRanks) -> bool:
+    if not has_static_graphs(c):
+        return True
+    pipeline = c.pipeline
+    fills = pipeline.pair and pipeline.fill
+    splits = c.parallel.pp > 1 and pipeline.schedule not in SCHEDULES_AT_ONCE
+    return not (pipeline.defer or fills or splits)
+
+
+@STATIC_GRAPH_RULES.rule(
+    "static graphs find weights in their places",
+    (GRAPHS, "shard.mode", "optim.states", "memory.offload"),
+    why="weights that are gathered or fetched have other places every time, and updates on the host are followed by it",
+    fix=NO_GRAPHS,
+)
+def static_graphs_find_weights(c: ConfigOnRanks) -> bool:
+    fetched = entries_of_expert_weights(c.memory.offload)
+    in_place = c.shard.mode == "zero1" and c.optim.states == "device" and not fetched
+    return not has_static_graphs(c) or in_place
+
+
+@STATIC_GRAPH_RULES.rule(
+    "static graphs keep what they save",
+    (GRAPHS, "memory.recompute", "memory.offload", "model.layers", "model.mtp"),
+    why="what captured steps save has its place in their graphs; regions outside of them may be recomputed or "
+    f"offloaded: {', '.join(sorted(EAGER_REGIONS))}",
+    fix=NO_GRAPHS,
+)
+def static_graphs_keep_what_they_save(c: ConfigOnRanks) -> bool:
+    if not has_static_graphs(c):
+        return True
+    named = set(recomputed_regions(c))
+    with suppress(UserError):  # reported by a rule of regions
+        named |= parse_offload(c.memory.offload, layer_count(c)).keys()
+    return named <= EAGER_REGIONS
+
+
+@STATIC_GRAPH_RULES.rule(
+    "static graphs have plain products",
+    (GRAPHS, "precision.recipe", "precision.recipes"),
+    why="quantised copies of weights, scales and figures of operands are renewed by the host",
+    fix="set precision.recipe to plain, or memory.graphs to none",
+)
+def static_graphs_have_plain_products(c: ConfigOnRanks) -> bool:
+    return not has_static_graphs(c) or not any(spec.quantises for spec in recipes_in_use(c))
+
+
+@STATIC_GRAPH_RULES.rule(
+    "static graphs tell the host nothing",
+    (GRAPHS, "train.record_routing", "optim.qk_clip"),
+    why="experts of every token, and the largest logits, are handed to the host inside of captured steps",
+    fix=NO_GRAPHS,
+)
+def static_graphs_tell_nothing(c: ConfigOnRanks) -> bool:
+    return not has_static_graphs(c) or not (c.train.record_routing or c.optim.qk_clip)

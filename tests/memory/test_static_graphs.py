@@ -1,0 +1,129 @@
+"""Steps of the model as graphs of their own: replays give the bits of ordinary steps, each microbatch in flight has
+memory of its own, and what is captured is bounded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.layout.axes import World
+from moefold.memory.static_graphs import StaticGraphs, attach_static_graphs
+from moefold.presets.recipe import resolve_recipe
+from moefold.train.assemble import Run, assemble_run, bind_static_graphs
+from moefold.train.evaluate import validation_loss
+from moefold.train.share_out import SharedOut
+from moefold.train.step import take_next_step, train_step
+from tests.memory.test_graphs import SMALL, assemble, figures, same_state, small_config, steps_agree
+from tests.support.ranks import run_ranks
+from tests.support.tape import TapeRecorder
+from tests.train.test_fp8_runs import counting_corpus
+
+STEPS = 4
+PASSES = 3  # a forward, the backward that begins sums, the backward that adds to them
+
+
+def with_static_graphs(run: Run, warm_up: int = 1) -> TapeRecorder:
+    """Let the run's static steps be recorded, as assembly does on a GPU."""
+    recorder = TapeRecorder()
+    graphs = StaticGraphs(recorder, run.world.device, warm_up)
+    attach_static_graphs(run.model, graphs)
+    bind_static_graphs(graphs, SharedOut(run.gradients.buckets, run.gradients, run.parameters))
+    run.static_graphs = graphs
+    return recorder
+
+
+def slots(run: Run) -> int:
+    assert run.static_graphs is not None
+    return run.static_graphs.slot_count
+
+
+VARIANTS = {  # and the number of captured steps, of two layers
+    "documents, jitter, biases": (
+        "--data.attend document --model.moe.router.jitter 0.1 --model.moe.balance.bias_rate 0.01",
+        4,
+    ),
+    "balance over the global batch": (
+        "--model.moe.balance.aux_loss 0.01 --model.moe.balance.aux_over global_batch --model.moe.capacity.factor 1.0",
+        4,
+    ),
+    "bf16": ("--train.precision bf16 --optim.clip_by unit --optim.when backward", 4),
+    "recompute": ("--memory.recompute moe@0,dispatch@1", 3),
+    "a layer recomputed, a stash": ("--memory.recompute layer@0 --memory.stash stack --memory.stash_gib 0.01", 2),
+    "offload": ("--memory.offload experts --memory.offload_least 1", 4),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replays_give_the_bits_of_ordinary_steps(variant: str):
+    words, captured = VARIANTS[variant]
+    plain, graphed = assemble(small_config(words)), assemble(small_config(words))
+    recorder = with_static_graphs(graphed)
+    assert steps_agree(plain, graphed, STEPS)
+    assert slots(graphed) == captured
+    assert recorder.recordings == captured * PASSES
+    assert same_state(plain, graphed)
+
+
+def test_latent_attention_dense_layers_shared_experts_and_validation_between_replays():
+    config = small_config("--train.validate_sequences 2", "deepseek-v3-tiny")
+    plain, graphed = assemble(config), assemble(config)
+    with_static_graphs(graphed)
+    for _ in range(STEPS):
+        assert steps_agree(plain, graphed, 1)
+        assert validation_loss(plain) == validation_loss(graphed)
+    names = {step.step.spec.name for step in graphed.static_graphs.captured if step.slots}  # pyright: ignore[reportOptionalMemberAccess]
+    assert names == {"attend", "route", "mlp", "shared"}
+    assert same_state(plain, graphed)
+
+
+def test_batches_of_another_form_are_captured_anew():
+    plain, graphed = assemble(small_config()), assemble(small_config())
+    recorder = with_static_graphs(graphed)
+    recordings: list[int] = []
+    for tokens in (16, 16, 8, 8, 8):
+        batches = [run.loader.next_batch() for run in (plain, graphed)]
+        cut = [replace(x, tokens_BS=x.tokens_BS[:, :tokens], labels_BS=x.labels_BS[:, :tokens]) for x in batches]
+        assert figures(train_step(plain, cut[0])) == figures(train_step(graphed, cut[1]))
+        recordings.append(recorder.recordings)
+    assert recordings == [0, 12, 12, 24, 24]
+    assert same_state(plain, graphed)
+
+
+LAYOUTS = {  # words, and for each rank the microbatches in flight
+    2: [
+        ("--parallel.ep 2 --model.moe.shared_ffn 32", [1, 1]),
+        ("--parallel.ep 2 --pipeline.pair true --pipeline.fill false --train.micro_batch 1", [2, 2]),
+    ],
+    4: [("--parallel.ep 2 --parallel.pp 2 --train.micro_batch 1", [2, 2, 1, 1])],
+}
+Comparison = tuple[bool, int, int]  # whether bits are equal, the captured steps, their slots
+
+
+def compare_runs(world: World, layouts: list[str]) -> list[Comparison]:
+    torch.set_num_threads(1)
+    return [compare_layout(world, words) for words in layouts]
+
+
+def compare_layout(world: World, words: str) -> Comparison:
+    config = resolve_recipe("tiny", [*SMALL, "--train.global_batch", "8", *words.split()], world.size)
+    runs = [assemble_run(config, world, Path("."), counting_corpus()) for _ in range(2)]
+    plain, graphed = runs
+    with_static_graphs(graphed)
+    agree = all(figures(take_next_step(plain)) == figures(take_next_step(graphed)) for _ in range(STEPS))
+    assert graphed.static_graphs is not None
+    steps = len(graphed.static_graphs.captured)
+    return agree and same_state(plain, graphed), steps, slots(graphed)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_every_microbatch_in_flight_has_a_slot(ranks: int):
+    layouts = LAYOUTS[ranks]
+    words = [words for words, _ in layouts]
+    by_rank = run_ranks(compare_runs, ranks, words, ep=2, pp=ranks // 2)
+    for rank, compared in enumerate(by_rank):
+        for (layout, in_flight), (agree, steps, made) in zip(layouts, compared, strict=True):
+            assert agree, (layout, rank)
+            assert made == steps * in_flight[rank], (layout, rank)
