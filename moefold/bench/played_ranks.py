@@ -114,6 +114,8 @@ def played_arenas(ranks: int, room_bytes: int, device: torch.device, order: Turn
 def play_rank(rank: int, work: Callable[[int], Any], order: TurnOrder, ended: SimpleQueue[PlayedEnd]) -> None:
     """The work of one rank, in its turns."""
     order.await_turn(rank)
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().query()  # a thread has no device until torch has called it there
     try:
         result = work(rank)
     except Exception as error:

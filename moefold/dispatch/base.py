@@ -124,6 +124,9 @@ class RowLimits(NamedTuple):
     most_choices: int | None
 
 
+ArrangeRows = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]  # kernels[arrange_rows]
+
+
 @dataclass(frozen=True)
 class RowPolicy:
     """Builder of rows for the experts on `rank` of the expert-parallel axis.
@@ -145,8 +148,7 @@ class RowPolicy:
     @property
     def one_row_per_choice(self) -> bool:
         """Whether every choice is one row, and there is no padding."""
-        is_padded = self.multiple > 1 or self.each is not None
-        return not self.drops and not is_padded
+        return not self.drops and not self.is_padded
 
     def order_by_expert(
         self, routing: Routing, tokens: int, may_be_remote: bool = False, most_choices: int | None = None
@@ -174,6 +176,25 @@ class RowPolicy:
         weight_R = gather_weights(weights_NK, order, holes)
         ends_e = ends_e.int()
         return RowOrder(index_R, slots_NK, weight_R, ends_e, holes)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.multiple > 1 or self.each is not None
+
+    def arrange(self, routing: Routing, arrange_rows: ArrangeRows, most_choices: int) -> RowOrder:
+        """The same order without padding, by a counting sort. Choices of other ranks' experts come last, as those of
+        one more expert, and have no rows."""
+        weights_NK, ids_NK = routing
+        slot_NK = self.experts.slot_on_rank(ids_NK, self.rank)
+        index, slots_NK, weights, ends = arrange_rows(slot_NK, weights_NK, self.held + 1)
+        ends_e = ends[: self.held]
+        last_end = ends_e[-1]
+        row_R = torch.arange(most_choices, device=ends.device)
+        is_row_R = row_R < last_end
+        index_R = torch.where(is_row_R, index[:most_choices], -1)
+        weight_R = torch.where(is_row_R, weights[:most_choices], 0)
+        slots_NK = torch.where(slots_NK < last_end, slots_NK, -1)
+        return RowOrder(index_R, slots_NK, weight_R, ends_e, holes=True)
 
     def pad(self, order: Tensor, slot: Tensor, ends_e: Tensor, limits: RowLimits) -> tuple[Tensor, Tensor]:
         """Sorted choices of the experts held here, with -1 for padding, and the new ends."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from moefold.dispatch.base import Hop, Receipt, Routing, RowPolicy, Rows
 from moefold.dispatch.traffic import Traffic, TrafficCounter
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.expert_rows import sum_rows
+from moefold.kernels.routing.expert_rows import arrange_rows, sum_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,10 @@ class HopDispatcher:
         choices_of_parcel = routing.ids_TK.shape[1]
         may_be_remote = choices_of_parcel > 1  # a parcel of one choice is always for an expert here
         may_be_remote |= any(plan.empty_rows for plan in plans)
-        order = self.row_policy.order_by_expert(routing, tokens, may_be_remote, choices)
+        if may_be_remote and choices is not None and not self.row_policy.is_padded:
+            order = self.row_policy.arrange(routing, self.kernels[arrange_rows], choices)
+        else:
+            order = self.row_policy.order_by_expert(routing, tokens, may_be_remote, choices)
         legs = tuple(plan.leg for plan in plans)
         rows_moved = sum(plan.rows_moved for plan in plans)
         return Receipt(order, legs, rows_moved)

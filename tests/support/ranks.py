@@ -166,7 +166,7 @@ def tcp_store(folder: str, rank: int, size: int) -> Any:
         return store
     while not told.exists():
         time.sleep(0.01)
-    return dist.TCPStore("127.0.0.1", int(told.read_text()), size, False)
+    return dist.TCPStore("127.0.0.1", int(told.read_text()), size, False, wait_for_workers=False)
 
 
 def pickled(value: Any) -> bytes:
