@@ -90,20 +90,23 @@ def pack(ids: torch.Tensor, before: int, after: int) -> tuple[torch.Tensor, torc
     return tokens, begins
 
 
-@pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in MODELS), ("grouped", "bf16")])
-def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(name: str, precision: str):
-    model = make_model(config_of(MODELS[name], precision), single_rank_world())
-    logits_of(model, sequence(3, 0)[None])  # torch may change its products for good where a first one in bf16 fails
-    for length in (1, 70) if precision == "fp32" else (20,):
+@torch.no_grad()
+def check_bits(model: Transformer, lengths: tuple[int, ...], device: str = "cpu") -> None:
+    """Logits and losses of a sequence alone, in a batch, and packed."""
+    logits_of(
+        model, sequence(3, 0)[None].to(device)
+    )  # torch may change its products for good where a first one in bf16 fails
+    for length in lengths:
         ids = sequence(length, length)
+        batch = torch.stack([*(sequence(length, 200 + i) for i in range(5)), ids, sequence(length, 9), ids]).to(device)
+        tokens, begins = pack(ids, 13, 17)
+        longer = torch.stack((tokens, sequence(len(tokens), 3))).to(device)
+        borders = torch.stack((begins, torch.zeros_like(begins))).to(device)
+        ids = ids.to(device)
         alone = logits_of(model, ids[None])[0]
-        batch = torch.stack([*(sequence(length, 200 + i) for i in range(5)), ids, sequence(length, 9), ids])
         together = logits_of(model, batch)
         assert torch.equal(together[5], alone)
         assert torch.equal(together[7], alone)
-        tokens, begins = pack(ids, 13, 17)
-        longer = torch.stack((tokens, sequence(len(tokens), 3)))
-        borders = torch.stack((begins, torch.zeros_like(begins)))
         packed = logits_of(model, longer, borders)
         assert torch.equal(packed[0, 13 : 13 + length], alone)
         # a prefix has the bits that it has with what follows
@@ -114,6 +117,22 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(name: str, pre
         assert loss > 0
         assert loss_of(model, batch, (5, last)) == loss
         assert loss_of(model, longer, (0, 13 + last), borders) == loss
+
+
+@pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in MODELS), ("grouped", "bf16")])
+def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(name: str, precision: str):
+    model = make_model(config_of(MODELS[name], precision), single_rank_world())
+    check_bits(model, (1, 70) if precision == "fp32" else (20,))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed_on_a_gpu(name: str, precision: str):
+    config = config_of(MODELS[name], precision)
+    config = replace(config, train=replace(config.train, device="cuda"))
+    check_bits(make_model(config, single_rank_world("cuda")), (1, 70), "cuda")
 
 
 def logits_on_rank(world: World, layouts: list[dict[str, int]]) -> list[torch.Tensor]:
