@@ -127,7 +127,7 @@ def variant_row(name: str, by_variant: ByVariant) -> Row:
     distances = seed_distances(runs, by_variant.get(PLAIN, []))
     return {
         "variant": name,
-        "seeds": [run.seed for run in runs],
+        "seeds": {run.seed: run.held_out for run in runs},
         "held_out": average,
         "spread": (max(held_out) - min(held_out)) / average,
         "from_plain": mean(distances) if distances else None,
