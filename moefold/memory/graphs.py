@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -40,6 +41,12 @@ class Recorder(Protocol):
     def run(self, work: Work[T]) -> T: ...
 
     def record(self, work: Work[T]) -> Recorded[T]: ...
+
+
+class PooledRecorder(Recorder, Protocol):
+    """A recorder whose work shares memory: what is recorded later may reuse what earlier work needs while it runs."""
+
+    def with_own_pool(self) -> Recorder: ...
 
 
 class CudaRecorder:
@@ -71,11 +78,17 @@ class CudaRecorder:
 
 class PoolRecorder(CudaRecorder):
     """CUDA graphs that share one pool of memory, captured while work runs: on the stream of `run`, without a wait for
-    the device."""
+    the device. What one of them needs while it runs may lie where a later one keeps its results, so they are replayed
+    in the order of their capture."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.pool = torch.cuda.graph_pool_handle()
+
+    def with_own_pool(self) -> PoolRecorder:
+        other = copy(self)  # on the same stream
+        other.pool = torch.cuda.graph_pool_handle()
+        return other
 
     def record(self, work: Work[T]) -> Recorded[T]:
         graph = torch.cuda.CUDAGraph()

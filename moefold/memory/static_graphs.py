@@ -15,7 +15,9 @@ microbatches are in flight at once, each captured when it is first needed.
     gradients of weights   added in the graph to sums at fixed addresses; whether a gradient is the first of its sum
                            decides which of two graphs runs
 
-All graphs share one pool of memory: what is temporary in one serves the next, since they run one after the other.
+All graphs of a slot's pass, from the first captured step to the last and back, share one pool of memory: they are
+replayed in the order of their capture, by one microbatch at a time. Later ones may keep results where earlier ones had
+what they need only while they run, so graphs of two microbatches in flight must not share.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moefold.anatomy.captured_steps import CAPTURED_READS
 from moefold.layout.gradient_sink import FixedSum, sink_of
-from moefold.memory.graphs import WARM_UP_STEPS, PoolRecorder, Recorder, Replay
+from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, Recorder, Replay
 from moefold.memory.offload import OffloadingSteps
 from moefold.memory.stash import StashingSteps
 from moefold.model.steps import Carry, Step, StepRewrite, Steps
@@ -138,10 +140,13 @@ def storage_of(x: Tensor) -> int:
 class GraphMemory:
     """Memory of graphs beside their pool. `standing`: addresses of tensors that stay where they are. `shared`: buffers
     that hold nothing from one graph to the next but what is read at once: the same for all layers and slots, by the
-    name of their step, their role and their form."""
+    name of their step, their role and their form. `pools`: recorders by the address of the number of a microbatch's
+    first sequence, which the first captured step of a pass has put there."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, recorder: PooledRecorder):
         self.device = device
+        self.recorder = recorder
+        self.pools: dict[int, Recorder] = {}
         self.standing: set[int] = set()
         self.shared: dict[LeafForm, Tensor] = {}
 
@@ -151,11 +156,23 @@ class GraphMemory:
             return torch.zeros((), dtype=torch.int64, device=self.device)
         return torch.empty_like(leaf, requires_grad=False)
 
+    def forget(self, addresses: set[int]) -> None:
+        """Forget tensors whose graphs are forgotten."""
+        self.standing -= addresses
+        for address in addresses:
+            self.pools.pop(address, None)
+
     def shared_buffer(self, step: str, role: str, place: int, like: Tensor) -> Tensor:
         key = buffer_key(step, role, place, like)
         if key not in self.shared:
             self.shared[key] = self.empty_buffer(like)
         return self.shared[key]
+
+    def pool_of(self, first: Tensor | int) -> Recorder:
+        """The recorder of the pass that a microbatch is in; one with a pool of its own if none has captured it yet."""
+        if self.stands(first):
+            return self.pools[address_of(first)]
+        return self.recorder.with_own_pool()
 
     def stands(self, leaf: Any) -> TypeGuard[Tensor]:
         return isinstance(leaf, Tensor) and address_of(leaf) in self.standing
@@ -195,10 +212,10 @@ class BackwardGraph:
 class GraphSlot:
     """A captured step of one microbatch in flight: its static inputs and outputs, and its graphs."""
 
-    def __init__(self, step: Step, given: GivenInputs, memory: GraphMemory, recorder: Recorder):
+    def __init__(self, step: Step, given: GivenInputs, memory: GraphMemory):
         self.name = step.spec.name
         self.memory = memory
-        self.recorder = recorder
+        self.recorder = memory.pool_of(given.shard.first)
         self.is_taken = False
         self.linked: dict[int, int] = {}  # by place: the address of an input that stands
         self.buffers: dict[int, Tensor] = {}  # by place: those of other inputs
@@ -206,7 +223,7 @@ class GraphSlot:
         self.differentiable = [place for place, leaf in enumerate(given.leaves) if needs_gradient(leaf)]
         self.fill(given)
         self.kept: set[int] = set()  # storages that backward reads
-        carry, self.replay_forward = recorder.record(partial(self.compute, step, given))
+        carry, self.replay_forward = self.recorder.record(partial(self.compute, step, given))
         self.hold_outputs(carry, given)
         self.keeps_shared = self.share_buffers()
         self.parameters = trained_parameters(self.outputs, self.sources)
@@ -266,6 +283,7 @@ class GraphSlot:
         self.kept |= set(map(storage_of, tensors))
         self.standing = set(map(address_of, tensors)) - self.memory.standing
         self.memory.standing |= self.standing
+        self.memory.pools[address_of(self.shard.first)] = self.recorder
 
     def share_buffers(self) -> bool:
         """Share the buffers that nothing reads behind forward. Whether one that was shared is read, which makes this
@@ -449,7 +467,7 @@ class CapturedStep:
 
     def forget(self) -> None:
         for slot in self.slots:
-            self.graphs.memory.standing -= slot.standing
+            self.graphs.memory.forget(slot.standing)
         self.slots = []
         self.form = None
 
@@ -459,9 +477,9 @@ class CapturedStep:
                 return slot
         graphs = self.graphs
         graphs.weights.await_all_buckets()
-        slot = GraphSlot(self.step, given, graphs.memory, graphs.recorder)
+        slot = GraphSlot(self.step, given, graphs.memory)
         if slot.keeps_shared:
-            slot = GraphSlot(self.step, given, graphs.memory, graphs.recorder)
+            slot = GraphSlot(self.step, given, graphs.memory)
         self.slots.append(slot)
         self.wait = graphs.weights.waiter_for(slot.parameters)
         return slot
@@ -471,9 +489,9 @@ class StaticGraphs:
     """The graphs of a run's static steps. Steps are captured inside `take_step` alone: what else runs is launched
     anew. `weights`: what a step's parameters are awaited by, before each replay."""
 
-    def __init__(self, recorder: Recorder, device: torch.device, warm_up_steps: int = WARM_UP_STEPS):
+    def __init__(self, recorder: PooledRecorder, device: torch.device, warm_up_steps: int = WARM_UP_STEPS):
         self.recorder = recorder
-        self.memory = GraphMemory(device)
+        self.memory = GraphMemory(device, recorder)
         self.warm_up_steps = warm_up_steps
         self.weights: ArrivingWeights = WeightsInPlace()
         self.captured: list[CapturedStep] = []

@@ -99,7 +99,7 @@ LAYOUTS = {  # words, and for each rank the microbatches in flight
     ],
     4: [("--parallel.ep 2 --parallel.pp 2 --train.micro_batch 1", [2, 2, 1, 1])],
 }
-Comparison = tuple[bool, int, int]  # whether bits are equal, the captured steps, their slots
+Comparison = tuple[bool, int, int, int]  # whether bits are equal, the captured steps, their slots, their pools
 
 
 def compare_runs(world: World, layouts: list[str]) -> list[Comparison]:
@@ -115,15 +115,17 @@ def compare_layout(world: World, words: str) -> Comparison:
     agree = all(figures(take_next_step(plain)) == figures(take_next_step(graphed)) for _ in range(STEPS))
     assert graphed.static_graphs is not None
     steps = len(graphed.static_graphs.captured)
-    return agree and same_state(plain, graphed), steps, slots(graphed)
+    pools = len(graphed.static_graphs.memory.pools)
+    return agree and same_state(plain, graphed), steps, slots(graphed), pools
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_every_microbatch_in_flight_has_a_slot(ranks: int):
+def test_every_microbatch_in_flight_has_a_slot_of_each_step_and_a_pool(ranks: int):
     layouts = LAYOUTS[ranks]
     words = [words for words, _ in layouts]
     by_rank = run_ranks(compare_runs, ranks, words, ep=2, pp=ranks // 2)
     for rank, compared in enumerate(by_rank):
-        for (layout, in_flight), (agree, steps, made) in zip(layouts, compared, strict=True):
+        for (layout, in_flight), (agree, steps, made, pools) in zip(layouts, compared, strict=True):
             assert agree, (layout, rank)
             assert made == steps * in_flight[rank], (layout, rank)
+            assert pools == in_flight[rank], (layout, rank)

@@ -75,6 +75,9 @@ class TapeRecorder:
         self.recordings = 0
         self.tape: Tape | None = None
 
+    def with_own_pool(self) -> TapeRecorder:
+        return self  # nothing on a tape shares memory
+
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
