@@ -5,8 +5,8 @@ written the other way round; they and the bytes of a copy are counted as read pl
 of all ranks, one behind the other.
 
     dispatch     plan and dispatch: counts, places, choices and router weights, maps of rows, tokens
-    combine      results of arrived tokens, summed in fp32 by the ranks of the tokens
-    row sums     of experts' rows by arrived token, on their rank, before combine
+    row sums     of experts' rows by arrived token, on their rank, the first part of combine
+    combine      its rest: these sums, read and summed in fp32 by the ranks of the tokens
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from moefold.bench.report import (
 )
 from moefold.dispatch.base import Receipt, Routing, RowPolicy
 from moefold.dispatch.expert_placement import contiguous_placement
-from moefold.dispatch.hop_dispatcher import HopDispatcher
-from moefold.dispatch.symmetric import ArenaRows, SymmetricHop, room_bytes, row_bytes_at_most
+from moefold.dispatch.symmetric import ArenaDispatcher, ArenaRows, SymmetricHop, room_bytes, row_bytes_at_most
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.kernels.routing.expert_rows import sum_rows
@@ -77,17 +76,17 @@ class PlayedLayer:
         self.h_TD = drawn.to(self.dtype)
         self.y_RD = self.h_TD[:0]
 
-    def build_dispatchers(self, options: DispatchOptions) -> list[HopDispatcher]:
+    def build_dispatchers(self, options: DispatchOptions) -> list[ArenaDispatcher]:
         ranks = self.case.ranks
         experts = contiguous_placement(options.experts, ranks)
         rows = ArenaRows(options.tokens, options.tokens * ranks)
         row_bytes = row_bytes_at_most(self.case.hidden, self.dtype.itemsize, options.top_k)
         size = room_bytes(rows, ranks, ranks, row_bytes)
-        dispatchers: list[HopDispatcher] = []
+        dispatchers: list[ArenaDispatcher] = []
         for rank, arena in enumerate(played_arenas(ranks, size, self.device, self.order)):
             hop = SymmetricHop(arena, experts, self.kernels, 1, rows)
             policy = RowPolicy(experts, rank)
-            dispatchers.append(HopDispatcher([hop], policy, self.kernels))
+            dispatchers.append(ArenaDispatcher([hop], policy, self.kernels))
         return dispatchers
 
     def draw_routing(self, options: DispatchOptions, rank: int) -> Routing:
@@ -111,8 +110,10 @@ class PlayedLayer:
         rows = dispatcher.dispatch(self.h_TD, receipt)
         return receipt, rows.source_ND
 
-    def give_back(self, receipts: list[Receipt], y_ND: Tensor, rank: int) -> Tensor:
-        return self.dispatchers[rank].give_back(y_ND, receipts[rank])
+    def combine(self, receipts: list[Receipt], rank: int) -> Tensor:
+        receipt = receipts[rank]
+        y_RD = self.expert_rows(len(receipt.order.index_R))
+        return self.dispatchers[rank].combine(y_RD, receipt)
 
     def there_and_back(self, rank: int) -> Tensor:
         """Every token times the number of its rows."""
@@ -164,21 +165,20 @@ def measure_case(options: DispatchOptions, case: DispatchCase, device: str, band
     layer = PlayedLayer(options, case, device)
     rows = require_right_results(layer)
     receipts: list[Receipt] = [receipt for receipt, _ in layer.play(layer.dispatch)]
-    y_ND = torch.ones(options.tokens * case.ranks, case.hidden, dtype=layer.dtype, device=device)
-    give_back = partial(layer.give_back, receipts, y_ND)
     dispatch = measure_phase(layer, layer.dispatch, options.repeat)
-    combine = measure_phase(layer, give_back, options.repeat)
+    both = measure_phase(layer, partial(layer.combine, receipts), options.repeat)
     summing = measure_phase(layer, partial(sum_expert_rows, layer, receipts), options.repeat)
+    combine_seconds = max(both.seconds - summing.seconds, 1e-9)
     row_bytes = case.hidden * layer.dtype.itemsize
     moved = (options.tokens + rows) * row_bytes
     row: Row = {**case._asdict(), "tokens": options.tokens, "rows": rows, "mb": moved / 1e6}
     row["dispatch_ms"] = dispatch.seconds * 1e3
     row["dispatch_share"] = moved / dispatch.seconds / bandwidth
-    row["combine_ms"] = combine.seconds * 1e3
-    row["combine_share"] = moved / combine.seconds / bandwidth
+    row["combine_ms"] = combine_seconds * 1e3
+    row["combine_share"] = moved / combine_seconds / bandwidth
     row["row_sums_ms"] = summing.seconds * 1e3
-    row["launches"] = dispatch.launches + combine.launches + summing.launches
-    row["host_us"] = host_seconds(layer, receipts, y_ND, options.repeat) * 1e6
+    row["launches"] = dispatch.launches + both.launches
+    row["host_us"] = host_seconds(layer, receipts, options.repeat) * 1e6
     tell_progress(f"{case.ranks} ranks, width {case.hidden}, Zipf {case.zipf:g}: {row['dispatch_ms']:.3f} ms")
     return row
 
@@ -217,13 +217,12 @@ def measure_phase(layer: PlayedLayer, work: Callable[[int], Any], repeat: int) -
     return PhaseFigures(min(seconds) / ranks, launches / ranks)
 
 
-def host_seconds(layer: PlayedLayer, receipts: list[Receipt], y_ND: Tensor, repeat: int) -> float:
-    """Of one rank: dispatch, the sum of experts' rows, and combine, without a wait for the device."""
+def host_seconds(layer: PlayedLayer, receipts: list[Receipt], repeat: int) -> float:
+    """Of one rank: plan, dispatch and combine, without a wait for the device."""
 
     def forward(rank: int) -> Tensor:
         layer.dispatch(rank)
-        sum_expert_rows(layer, receipts, rank)
-        return layer.give_back(receipts, y_ND, rank)
+        return layer.combine(receipts, rank)
 
     seconds: list[float] = []
     for _ in range(repeat):

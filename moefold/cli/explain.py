@@ -63,7 +63,8 @@ from moefold.printable import human_readable
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
 STASH_OPS = {"push_rows", "pop_rows"}
-PEER_OPS = {"count_parcels", "place_parcels", "push_peer_rows", "sum_peer_rows"}  # of the dispatcher symmetric
+# of the dispatcher symmetric
+PEER_OPS = {"count_parcels", "place_parcels", "push_peer_rows", "sum_rows_into", "sum_peer_rows"}
 MUON_OPS = {"muon_momentum", "newton_schulz", "muon_weights"}
 RING_OPS = {
     "attention_block",

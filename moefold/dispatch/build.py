@@ -30,6 +30,7 @@ from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.measure_links import measure_links
 from moefold.dispatch.price import cheapest_dispatcher, tokens_per_rank
 from moefold.dispatch.symmetric import (
+    ArenaDispatcher,
     BoundedRoom,
     SymmetricDispatcher,
     SymmetricHop,
@@ -184,7 +185,7 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
     size = room_bytes(rows, ranks.size, world.ep.size, row_bytes)
     arena = make_arena(setting, size)
     hop = SymmetricHop(arena, setting.experts, setting.kernels, world.etp.size, rows, room)
-    direct = HopDispatcher([hop], setting.row_policy, setting.kernels)
+    direct = ArenaDispatcher([hop], setting.row_policy, setting.kernels)
     collectives = build_from_hops(dedup_hops, setting)
     return SymmetricDispatcher(direct, collectives, arena, room)
 

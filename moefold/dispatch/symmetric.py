@@ -23,12 +23,19 @@ from torch import Tensor
 
 from moefold.comm.arena import Arena
 from moefold.config.errors import UserError
-from moefold.dispatch.base import HopPlan, Receipt, Routing, Rows
+from moefold.dispatch.base import HopPlan, Receipt, Routing, RowOrder, Rows
 from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.traffic import Traffic
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.peer_rows import count_parcels, place_parcels, push_peer_rows, sum_peer_rows
+from moefold.kernels.routing.expert_rows import gather_rows
+from moefold.kernels.routing.peer_rows import (
+    count_parcels,
+    place_parcels,
+    push_peer_rows,
+    sum_peer_rows,
+    sum_rows_into,
+)
 
 WORD = torch.int64
 
@@ -90,6 +97,8 @@ class SymmetricHop:
         self.place_parcels = kernels[place_parcels]
         self.push_peer_rows = kernels[push_peer_rows]
         self.sum_peer_rows = kernels[sum_peer_rows]
+        self.sum_rows_into = kernels[sum_rows_into]
+        self.gather_rows = kernels[gather_rows]
 
     def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
         weights_TK, ids_TK = routing
@@ -149,13 +158,28 @@ class SymmetricHop:
     def back(self, y_ND: Tensor, leg: SymmetricLeg) -> Tensor:
         return SumResults.apply(y_ND, self, leg)  # pyright: ignore[reportReturnType]
 
+    def combine_rows(self, y_RD: Tensor, order: RowOrder, leg: SymmetricLeg) -> Tensor:
+        """Results of experts, summed by arrived token where the ranks of the tokens read them."""
+        return CombineRows.apply(y_RD, self, order, leg)  # pyright: ignore[reportReturnType]
+
     def push(self, x_TD: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
         """x_ND: the rows that arrive. They are copied out of the room, which the exchange after the next overwrites."""
+        return self.push_to_rooms(x_TD, leg, what).clone()
+
+    def push_to_rooms(self, x_TD: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
+        """The rows that arrive, in this rank's room."""
         rooms = self.rooms_for(x_TD)
         self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, rooms)
         self.arena.exchange(what)
         own = rooms[self.index]
-        return own[: self.rows.arriving].clone()
+        return own[: self.rows.arriving]
+
+    def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: SymmetricLeg) -> Tensor:
+        """x_TD: the sum of each token's rows on all ranks."""
+        rooms = self.rooms_for(y_RD)
+        self.sum_rows_into(y_RD, order.slots_NK, rooms[self.index])
+        self.arena.exchange("results")
+        return self.sum_peer_rows(rooms, leg.slots_Ts)
 
     def sum_back(self, y_ND: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
@@ -210,6 +234,22 @@ class SumResults(torch.autograd.Function):
         return dy_ND, None, None
 
 
+class CombineRows(torch.autograd.Function):
+    """Experts' rows to tokens. In backward, gradients of experts' rows are gathered from the room itself."""
+
+    @staticmethod
+    def forward(ctx, y_RD, hop: SymmetricHop, order: RowOrder, leg: SymmetricLeg):
+        ctx.way = (hop, order, leg)
+        return hop.sum_rows_back(y_RD, order, leg)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hop, order, leg = ctx.way
+        dy_ND = hop.push_to_rooms(gradients[0], leg, "gradients of results")
+        dy_RD = hop.gather_rows(dy_ND, order.index_R, order.slots_NK, order.holes)
+        return dy_RD, None, None, None
+
+
 class SendChoices(torch.autograd.Function):
     """Router weights and choices, as one row of bytes; backward returns the weights' gradients."""
 
@@ -232,6 +272,16 @@ class SendChoices(torch.autograd.Function):
         hop, leg = ctx.way
         dweights_TK = hop.sum_back(gradients[0], leg, "gradients of router weights")
         return dweights_TK, None, None, None
+
+
+class ArenaDispatcher(HopDispatcher):
+    """A dispatcher of one hop through an arena, which sums experts' rows on the way back."""
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        (hop,) = self.hops
+        assert isinstance(hop, SymmetricHop)
+        (leg,) = receipt.legs
+        return hop.combine_rows(y_RD, receipt.order, leg)
 
 
 class SymmetricDispatcher:

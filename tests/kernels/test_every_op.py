@@ -675,6 +675,12 @@ def plain_push_peer_rows(x, slots, rooms):
     return [x, *rooms]
 
 
+def plain_sum_rows_into(y, slots, room):
+    for n, line in enumerate(slots):
+        room[n] = [sum(y[slot][c] for slot in line if slot >= 0) for c in range(len(room[n]))]
+    return [y, room]
+
+
 def plain_sum_peer_rows(rooms, slots):
     rows = [[room[slot] for room, slot in zip(rooms, line, strict=True) if slot >= 0] for line in slots]
     width = len(rooms[0][0])

@@ -52,5 +52,6 @@ CHOICES: Choices = {
     "count_parcels": (TRITON_PARCELS,),
     "place_parcels": (TRITON_PARCELS,),
     "push_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads a row once for all ranks it goes to"),),
+    "sum_rows_into": (Choice("triton", triton_runs, "cuda with Triton", "sums where other ranks read, no copy"),),
     "sum_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads rows where they lie, sums in fp32"),),
 }

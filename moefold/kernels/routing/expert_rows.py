@@ -115,6 +115,10 @@ def gather_rows(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: boo
 @register_op
 def sum_rows(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     """out_ND[n] = the sum of y_RD over the rows made from n, in fp32 or better."""
+    return sum_over_row_slots(y_RD, slots_NK, holes)
+
+
+def sum_over_row_slots(y_RD: Tensor, slots_NK: Tensor, holes: bool) -> Tensor:
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     if holes:
         y_RD = with_row_of_zeros(y_RD)

@@ -3,6 +3,7 @@
     count_parcels   rank_TK -> counts_2n          tokens, and choices, for each rank
     place_parcels   rank_TK, counts -> slots_Tn   the row of each token in the room of each of its ranks
     push_peer_rows  x_TD -> rooms                 room[i][slots[t, i]] = x[t]
+    sum_rows_into   y_RD -> room                  room[n] = sum_k y[slots[n, k]]: results of experts, summed in place
     sum_peer_rows   rooms -> y_TD                 y[t] = sum_i room[i][slots[t, i]]
 
 T tokens, K choices of a token, D width, n ranks that hold experts, s ranks that send. A token has one row on each rank
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
+from moefold.kernels.routing.expert_rows import sum_over_row_slots
 
 
 def ranks_of_tokens(rank_TK: Tensor, ranks: int) -> Tensor:
@@ -66,6 +68,14 @@ def push_peer_rows(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
         room_ND.index_copy_(0, row_T, x_TD)
 
 
+@register_in_place_op
+def sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor) -> None:
+    """Write the sum of each source's rows to its row of a room, in fp32 or better; a slot of -1 is no row. A room may
+    have further rows, which stay."""
+    sums_ND = sum_over_row_slots(y_RD, slots_NK, holes=True)
+    room_ND[: len(sums_ND)].copy_(sums_ND)
+
+
 @register_inner_op
 def sum_peer_rows(rooms: list[Tensor], slots_Tn: Tensor) -> Tensor:
     """The sum of each token's rows in the order of ranks, in fp32 or better."""
@@ -100,6 +110,13 @@ def push_peer_rows_triton(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -
     from moefold.kernels.routing.peer_rows_triton import launch_push_peer_rows
 
     launch_push_peer_rows(x_TD, slots_Tn, rooms)
+
+
+@sum_rows_into.register_fast("triton")
+def sum_rows_into_triton(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor) -> None:
+    from moefold.kernels.routing.rows_triton import sum_over_slots
+
+    sum_over_slots(y_RD, slots_NK, room_ND[: len(slots_NK)])
 
 
 @sum_peer_rows.register_fast("triton")
@@ -181,6 +198,13 @@ def push_peer_rows_cases(draw: CaseInputs) -> Cases:
         width = rooms[0].shape[1]
         x_TD = draw.normal(len(slots_Tn), width)
         yield KernelCase(name, (x_TD, slots_Tn, rooms), rows=rows)
+
+
+@sum_rows_into.register_cases
+def sum_rows_into_cases(draw: CaseInputs) -> Cases:
+    for name, slots_Tn, rooms, rows in placed_cases(draw):
+        room_ND = draw.normal(len(slots_Tn) + 2, rooms[0].shape[1])
+        yield KernelCase(name, (rooms[0], slots_Tn, room_ND), rows=rows)
 
 
 @sum_peer_rows.register_cases

@@ -234,11 +234,12 @@ def zero_rows_behind(x_RD: Tensor, ends_E: Tensor) -> None:
     launch(x_RD, last_end, rows, d, cols)
 
 
-def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
+def sum_over_slots(y_RD: Tensor, slots_NK: Tensor, out_ND: Tensor | None = None) -> Tensor:
     """out[n] = the sum of y over the slots of n that are not -1, in fp32 or better, in the order of the slots."""
     n, k = slots_NK.shape
     d = y_RD.shape[1]
-    out_ND = y_RD.new_empty(n, d)
+    if out_ND is None:
+        out_ND = y_RD.new_empty(n, d)
     if out_ND.numel():
         y_RD = y_RD.contiguous()
         slots_NK = slots_NK.contiguous()
