@@ -134,10 +134,11 @@ class RunSetting:
     def grows_gradients(self) -> bool:
         """Whether gradients are allocated one by one while activations are freed: moefold allocates a gradient when
         backward reaches its parameter, and keeps it for later microbatches. Fully sharded gradients do not grow: those
-        of a unit are reduced when backward has left it."""
+        of a unit are reduced when backward has left it. With static graphs they have their memory from the start."""
         stages = self.parallel.pp * self.pipeline.vpp
         choices = self.choices
-        keeps_gradients = choices.stack == "moefold" and choices.sharding != "fsdp"
+        fleeting = choices.sharding != "fsdp" and choices.graphs != "static"
+        keeps_gradients = choices.stack == "moefold" and fleeting
         return keeps_gradients and self.microbatches == 1 and stages == 1
 
     @property

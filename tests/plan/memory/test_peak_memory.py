@@ -110,6 +110,9 @@ def test_gradients_of_one_microbatch_come_while_activations_go():
     (two,) = plan_memory(replace(config, train=replace(config.train, global_batch=8)), 1)
     assert one.gradients < two.gradients == 4 * two.parameters
     assert one.total < two.total
+    (standing,) = plan_memory(config, 1, PlanChoices(graphs="static"))
+    assert standing.gradients == two.gradients, "captured steps add to them where they are"
+    assert standing.graphs > 0
 
 
 @pytest.mark.parametrize(("moments", "each"), [("fp32", 12), ("bf16", 8)])
