@@ -60,7 +60,8 @@ def take_steps(world: World, *keys: str) -> RunValues:
         reports.append((report.loss, report.grad_norm, report.is_repeated))
         counts = report.loads.counts_LE
     biases = torch.cat([load.bias_E for load in run.model.loads()])
-    judged = [x for provider in run.further_state.values() for _, x in provider.named_state()]
+    states = [x for provider in run.further_state.values() for _, x in provider.named_state()]
+    judged = [x for x in states if isinstance(x, torch.Tensor)]
     return RunValues(reports, weights_of(run), biases, judged, counts)
 
 
