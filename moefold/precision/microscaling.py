@@ -9,6 +9,7 @@ R rows, P padded rows in B blocks of K, D inputs, N outputs, E experts.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 from zlib import crc32
@@ -60,12 +61,10 @@ class MicroscalingRecipe:
         self.products: Products | None = make_products(self.format, kernels)
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> MicroOperand:
-        ends_E = ends_of_rows(x, rows)
-        return self.quantise(x, ends_E, None)
+        return self.quantise(x, rows, None)
 
     def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> MicroOperand:
-        ends_E = ends_of_rows(dy, rows)
-        return self.quantise(dy, ends_E, number_R)
+        return self.quantise(dy, rows, number_R)
 
     def weight(self, w: Tensor) -> MicroWeight:
         format = (self.name, self.options)
@@ -85,12 +84,16 @@ class MicroscalingRecipe:
         matrix = self.format.weight(w)
         return WeightMatrix(matrix, rows, columns)
 
-    def quantise(self, x: Tensor, ends_E: Tensor, number_R: Tensor | None) -> MicroOperand:
+    def quantise(self, x: Tensor, rows_of: ExpertRows | None, number_R: Tensor | None) -> MicroOperand:
         """Both copies of rows (R, D)."""
         count = len(x)
-        experts = len(ends_E)
         height = self.format.block
-        blocks = row_blocks(ends_E, count, height)
+        if rows_of is None:
+            ends_E, blocks = dense_row_blocks(count, height, x.device)
+        else:
+            ends_E = ends_of_rows(x, rows_of)
+            blocks = row_blocks(ends_E, count, height)
+        experts = len(ends_E)
         expert_R = blocks.expert_R
         draws = RowDraws()
         if number_R is not None:
@@ -117,6 +120,15 @@ class MicroscalingRecipe:
         stream = self.stream + 1
         columns = random_counters(first_B, stream, values)
         return RowDraws(rows, columns)
+
+
+@lru_cache(maxsize=8)
+def dense_row_blocks(rows: int, height: int, device: torch.device) -> tuple[Tensor, RowBlocks]:
+    """The end and the blocks of a dense layer's rows, which depend on their number alone: some thirty small kernels,
+    once for all layers."""
+    with torch.inference_mode(False):  # those made while generating are used in training too
+        ends_1 = torch.full((1,), rows, dtype=torch.int32, device=device)
+        return ends_1, row_blocks(ends_1, rows, height)
 
 
 def first_of_blocks(number_R: Tensor, blocks: RowBlocks, height: int) -> Tensor:

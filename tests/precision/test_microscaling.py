@@ -86,6 +86,14 @@ def test_a_dense_layer_is_near_the_plain_one(name: str):
         assert 0 < error(mine, right) < BOUND[name]
 
 
+def test_a_layer_that_has_generated_is_trained_with_as_many_rows():
+    recipe = recipe_of("mxfp8", 112, 80)
+    x, weight = numbers(77, 80, seed=1), numbers(112, 80, seed=2)
+    with torch.inference_mode():
+        linear(x, [(weight, None)], recipe)
+    assert all(result.isfinite().all() for result in dense_results(recipe, rows=77))
+
+
 COUNTS = {"skewed": [1, 70, 0, 33], "one expert": [0, 90, 0], "whole blocks": [32, 64], "odd": [5, 7, 3]}
 
 
