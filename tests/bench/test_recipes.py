@@ -1,5 +1,5 @@
 """`moefold bench recipes`: variants and seeds over the same steps, each run in a file of its own; distances and spreads
-by hand; the share of plain parameters by hand."""
+by hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from moefold.bench.formats import VARIANTS
-from moefold.bench.options import RecipesOptions
-from moefold.bench.recipe_runs import RecipeRun, model_for_gpu, plain_share, variant_config
+from moefold.bench.recipe_runs import RecipeRun
 from moefold.bench.recipes import COLOURS, moving_mean, runs_by_variant, variant_row
 from moefold.cli.bench import run_command
 
@@ -51,22 +50,6 @@ def test_a_distance_is_the_mean_over_seeds_of_shares_of_bf16_with_the_same_seed(
     assert row["furthest"] == pytest.approx(0.1)
     assert row["spread"] == pytest.approx(2.3 / 3.25)
     assert row["last"] == pytest.approx(5.0)
-
-
-def test_one_layer_of_eight_stays_plain_in_nvfp4_below_16_percent_of_linear_parameters():
-    config = model_for_gpu(RecipesOptions())
-    attention = 512 * (512 + 2 * 128) + 512 * 512
-    experts = 32 * (2 * 512 + 512) * 512
-    router, head = 32 * 512, 256 * 512
-    every = 8 * (attention + experts + router) + head
-    assert plain_share(variant_config(config, "bf16", 1)) == 1.0
-    assert plain_share(variant_config(config, "mxfp8", 1)) == pytest.approx((8 * router + head) / every)
-    left = attention + experts + 8 * router + head
-    for name in VARIANTS:
-        if name.startswith("nvfp4"):
-            share = plain_share(variant_config(config, name, 1))
-            assert share == pytest.approx(left / every)
-            assert share < 0.16
 
 
 def test_the_first_means_are_over_fewer_steps():
