@@ -71,6 +71,7 @@ def agree(mine: Path, one: Path) -> None:
             assert left.get(name) == pytest.approx(right.get(name)), f"{name}: all layers of all stages, in order"
 
 
+@pytest.mark.extended
 def test_a_pipeline_with_experts_spread_has_the_losses_and_loads_of_one_rank(runs: Path):
     agree(runs / "piped", runs / "one")
 
