@@ -224,7 +224,7 @@ class GraphSlot:
         self.fill(given)
         self.kept: set[int] = set()  # storages that backward reads
         carry, self.replay_forward = self.recorder.record(partial(self.compute, step, given))
-        self.hold_outputs(carry, given)
+        self.hold_outputs(carry)
         self.keeps_shared = self.share_buffers()
         self.parameters = trained_parameters(self.outputs, self.sources)
         self.sums = [fixed_sum_of(parameter) for parameter in self.parameters]
@@ -264,7 +264,7 @@ class GraphSlot:
         self.kept.add(storage_of(x))
         return x if x.is_leaf else x.detach()  # an output would hold its node, which holds the output
 
-    def hold_outputs(self, carry: Carry, given: GivenInputs) -> None:
+    def hold_outputs(self, carry: Carry) -> None:
         """Keep what the step has made. A tensor that the carry holds twice stays one."""
         made = {name: value for name, value in carry.items() if self.given_entries.get(name) != id(value)}
         self.dropped = [name for name in self.given_entries if name not in carry]
