@@ -95,4 +95,5 @@ def test_a_run_whose_steps_find_no_room_is_that_of_collectives_to_the_bit():
         for a, b in zip(bounded[1:3], unbounded[1:3], strict=True):
             assert torch.equal(a, b)
         assert torch.equal(bounded.counts, unbounded.counts)
+        assert bounded.judged
         assert all(map(torch.equal, bounded.judged, unbounded.judged))
