@@ -83,7 +83,8 @@ class PlayedLayer:
         row_bytes = row_bytes_at_most(self.case.hidden, self.dtype.itemsize, options.top_k)
         size = room_bytes(rows, ranks, ranks, row_bytes)
         dispatchers: list[ArenaDispatcher] = []
-        for rank, arena in enumerate(played_arenas(ranks, size, self.device, self.order)):
+        arenas = played_arenas(ranks, size, self.device, self.order)
+        for rank, arena in enumerate(arenas):
             hop = SymmetricHop(arena, experts, self.kernels, 1, rows)
             policy = RowPolicy(experts, rank)
             dispatchers.append(ArenaDispatcher([hop], policy, self.kernels))
@@ -98,7 +99,9 @@ class PlayedLayer:
         liking_TE = liking_E.expand(options.tokens, -1)
         ids_TK = torch.multinomial(liking_TE, options.top_k, generator=random)
         weights_TK = torch.rand(ids_TK.shape, generator=random)
-        return Routing(weights_TK.to(self.device), ids_TK.to(self.device))
+        weights_TK = weights_TK.to(self.device)
+        ids_TK = ids_TK.to(self.device)
+        return Routing(weights_TK, ids_TK)
 
     def play(self, work: Callable[[int], Any]) -> list[Any]:
         return play_ranks(work, self.case.ranks, self.order)
@@ -123,7 +126,8 @@ class PlayedLayer:
     def expert_rows(self, rows: int) -> Tensor:
         """Results of experts, the same memory for all ranks."""
         if len(self.y_RD) < rows:
-            self.y_RD = torch.ones(rows, self.case.hidden, dtype=self.dtype, device=self.device)
+            width = self.case.hidden
+            self.y_RD = torch.ones(rows, width, dtype=self.dtype, device=self.device)
         return self.y_RD[:rows]
 
     def rows_of_tokens(self) -> list[Tensor]:
@@ -141,7 +145,9 @@ class PlayedLayer:
 def run_benchmark(options: DispatchOptions) -> int:
     device = resolve_device(options.device)
     bandwidth = copy_bandwidth(device, options.repeat)
-    report: Report = machine_facts(device) | {"copy_gb_s": bandwidth / 1e9, "results": []}
+    report: Report = machine_facts(device)
+    report["copy_gb_s"] = bandwidth / 1e9
+    report["results"] = []
     for ranks in options.ranks:
         for hidden in options.hidden:
             for zipf in options.zipf:
@@ -164,14 +170,18 @@ def copy_bandwidth(device: str, repeat: int) -> float:
 def measure_case(options: DispatchOptions, case: DispatchCase, device: str, bandwidth: float) -> Row:
     layer = PlayedLayer(options, case, device)
     rows = require_right_results(layer)
-    receipts: list[Receipt] = [receipt for receipt, _ in layer.play(layer.dispatch)]
+    sent = layer.play(layer.dispatch)
+    receipts: list[Receipt] = [receipt for receipt, _ in sent]
     dispatch = measure_phase(layer, layer.dispatch, options.repeat)
     both = measure_phase(layer, partial(layer.combine, receipts), options.repeat)
     summing = measure_phase(layer, partial(sum_expert_rows, layer, receipts), options.repeat)
     combine_seconds = max(both.seconds - summing.seconds, 1e-9)
     row_bytes = case.hidden * layer.dtype.itemsize
     moved = (options.tokens + rows) * row_bytes
-    row: Row = {**case._asdict(), "tokens": options.tokens, "rows": rows, "mb": moved / 1e6}
+    row: Row = case._asdict()
+    row["tokens"] = options.tokens
+    row["rows"] = rows
+    row["mb"] = moved / 1e6
     row["dispatch_ms"] = dispatch.seconds * 1e3
     row["dispatch_share"] = moved / dispatch.seconds / bandwidth
     row["combine_ms"] = combine_seconds * 1e3
@@ -187,7 +197,9 @@ def require_right_results(layer: PlayedLayer) -> float:
     """Check tokens that are sent and come back; the rows that a rank sends, on average."""
     rows = 0
     results = layer.play(layer.there_and_back)
-    for rank, (result, counts_T) in enumerate(zip(results, layer.rows_of_tokens(), strict=True)):
+    counts = layer.rows_of_tokens()
+    pairs = zip(results, counts, strict=True)
+    for rank, (result, counts_T) in enumerate(pairs):
         expected = layer.h_TD.double() * counts_T[:, None]
         off = (result.double() - expected).abs().max()
         limit = 0.01 * expected.abs().max()
@@ -241,7 +253,12 @@ def print_dispatch_table(report: Report) -> None:
     add_number_columns(table, "ranks", "width", "Zipf", "MB", "dispatch ms", "share", "combine ms", "share")
     add_number_columns(table, "row sums ms", "launches", "host us")
     for row in report["results"]:
-        case = [str(row["ranks"]), str(row["hidden"]), f"{row['zipf']:g}", f"{row['mb']:.1f}"]
+        case = [
+            str(row["ranks"]),
+            str(row["hidden"]),
+            f"{row['zipf']:g}",
+            f"{row['mb']:.1f}",
+        ]
         dispatch = [f"{row['dispatch_ms']:.3f}", f"{row['dispatch_share']:.1%}"]
         combine = [f"{row['combine_ms']:.3f}", f"{row['combine_share']:.1%}"]
         rest = [f"{row['row_sums_ms']:.3f}", f"{row['launches']:.0f}", f"{row['host_us']:.0f}"]

@@ -106,7 +106,9 @@ def played_arenas(ranks: int, room_bytes: int, device: torch.device, order: Turn
         own_words[:ranks] = EVERY_SIGNAL
         words[axis.index] = own_words
         memory = PeerMemory(parts, words, sizes)
-        arena = DeviceArena(axis, memory, PATIENCE) if device.type == "cuda" else SilentArena(axis, memory)
+        arena: Arena = SilentArena(axis, memory)
+        if device.type == "cuda":
+            arena = DeviceArena(axis, memory, PATIENCE)
         arenas.append(PlayedArena(arena, order))
     return arenas
 

@@ -5,6 +5,7 @@ A run has a file of its own, so that processes side by side may write to one fol
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -41,12 +42,13 @@ NVFP4_PLAIN_AT_THE_END = 1  # layer; of 8 the recipe's own choice would be 2, a 
 
 @dataclass(frozen=True)
 class RecipeRun:
-    """What one run gave. `losses`: of every step. `held_out`: after the last step, on text that was not trained on.
-    `plain_share`: of the parameters of linear layers, head and router included, those that no recipe quantises."""
+    """What one run gave. `setting`: a digest of its whole configuration. `losses`: of every step. `held_out`: after the
+    last step, on text that was not trained on. `plain_share`: of the parameters of linear layers, head and router
+    included, those that no recipe quantises."""
 
     variant: str
     seed: int
-    steps: int
+    setting: str
     losses: list[float]
     held_out: float
     plain_share: float
@@ -85,7 +87,7 @@ def model_for_gpu(options: RecipesOptions) -> Config:
 def variant_config(config: Config, name: str, seed: int) -> Config:
     variant = VARIANTS[name]
     precision = replace(config.precision, recipe=variant.recipe, **variant.options)
-    if variant.recipe == "nvfp4":
+    if variant.recipe == "nvfp4" and precision.exclude_last < 0:
         precision = replace(precision, exclude_last=NVFP4_PLAIN_AT_THE_END)
     train = replace(config.train, seed=seed)
     return replace(config, precision=precision, train=train)
@@ -103,7 +105,14 @@ def recipe_run(config: Config, variant: str, seed: int, corpus: Corpus) -> Recip
     run.gradients.remove_hooks()
     share = plain_share(chosen)
     milliseconds = 1e3 * median(seconds)
-    return RecipeRun(variant, seed, train.steps, losses, held_out, share, milliseconds)
+    setting = setting_of(chosen)
+    return RecipeRun(variant, seed, setting, losses, held_out, share, milliseconds)
+
+
+def setting_of(config: Config) -> str:
+    """A digest of all keys."""
+    keys = repr(config)
+    return hashlib.sha256(keys.encode()).hexdigest()
 
 
 def plain_share(config: Config) -> float:
@@ -142,11 +151,12 @@ def replace_file(path: Path, text: str) -> None:
     begun.replace(path)
 
 
-def saved_runs(out: Path, steps: int) -> Iterator[RecipeRun]:
-    """Runs of so many steps that are in the folder, whoever made them."""
+def saved_runs(out: Path, config: Config) -> Iterator[RecipeRun]:
+    """Runs of this model that are in the folder, whoever made them."""
     folder = out / "runs"
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
-        run = RecipeRun(**found)
-        if run.steps == steps:
-            yield run
+        setting = found.get("setting")
+        expected = variant_config(config, found["variant"], found["seed"])
+        if setting == setting_of(expected):
+            yield RecipeRun(**found)

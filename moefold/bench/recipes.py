@@ -22,7 +22,6 @@ from moefold.bench.recipe_runs import (
     PLAIN,
     RecipeRun,
     compared_model,
-    file_of_run,
     recipe_run,
     replace_file,
     save_run,
@@ -39,10 +38,15 @@ from moefold.bench.report import (
 )
 from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
+from moefold.config.run import Config
 
 COLOURS = (
-    *("#111827", "#c2410c", "#1d4ed8", "#15803d", "#a21caf", "#b45309", "#0e7490", "#6b7280", "#9f1239"),
-    *("#4d7c0f", "#7c3aed", "#0369a1", "#d97706", "#059669", "#db2777", "#64748b", "#7f1d1d"),
+    *("#111827", "#c2410c", "#1d4ed8"),
+    *("#15803d", "#a21caf", "#b45309"),
+    *("#0e7490", "#6b7280", "#9f1239"),
+    *("#4d7c0f", "#7c3aed", "#0369a1"),
+    *("#d97706", "#059669", "#db2777"),
+    *("#64748b", "#7f1d1d"),
 )
 WINDOW = 25  # steps of the mean that is drawn
 CAPTION = (
@@ -73,40 +77,33 @@ def chosen_variants(options: RecipesOptions) -> list[str]:
 def recipes_report(options: RecipesOptions) -> Report:
     device = resolve_device(options.device)
     variants = chosen_variants(options)
-    runs = list(measured_runs(options, variants, device))
+    config = compared_model(options, device)
+    runs = list(measured_runs(options, config, variants))
     if options.out:
-        runs = list(saved_runs(options.out, options.steps))
+        runs = list(saved_runs(options.out, config))
     by_variant = runs_by_variant(runs)
     report: Report = machine_facts(device)
-    report["steps"] = options.steps
+    report["steps"] = config.train.steps
     report["losses"] = {name: mean_curve(found) for name, found in by_variant.items()}
     report["results"] = [variant_row(name, by_variant) for name in by_variant]
     return report
 
 
-def measured_runs(options: RecipesOptions, variants: list[str], device: str) -> Iterable[RecipeRun]:
+def measured_runs(options: RecipesOptions, config: Config, variants: list[str]) -> Iterable[RecipeRun]:
     """Those of this call that are not there yet."""
-    config = compared_model(options, device)
     corpus = load_text(config)
+    known = list(saved_runs(options.out, config)) if options.out else []
+    done = {(run.variant, run.seed) for run in known}
     for variant in variants:
         for seed in options.seed:
-            if options.out and is_measured(options, variant, seed):
+            if (variant, seed) in done:
                 continue
             run = recipe_run(config, variant, seed, corpus)
             tell_progress(f"{variant}, seed {seed}: {run.held_out:.4f} held out, {run.milliseconds:.1f} ms a step")
             if options.out:
                 save_run(options.out, run)
-            free_device_memory(device)
+            free_device_memory(config.train.device)
             yield run
-
-
-def is_measured(options: RecipesOptions, variant: str, seed: int) -> bool:
-    assert options.out is not None
-    path = file_of_run(options.out, variant, seed)
-    if not path.exists():
-        return False
-    found = json.loads(path.read_text())
-    return found["steps"] == options.steps
 
 
 def runs_by_variant(runs: list[RecipeRun]) -> ByVariant:
@@ -141,7 +138,12 @@ def variant_row(name: str, by_variant: ByVariant) -> Row:
 def seed_distances(runs: list[RecipeRun], plain: list[RecipeRun]) -> list[float]:
     """Of each run from the plain one with its seed, where there is one."""
     right_of = {run.seed: run.held_out for run in plain}
-    return [run.held_out / right_of[run.seed] - 1 for run in runs if run.seed in right_of]
+    distances: list[float] = []
+    for run in runs:
+        right = right_of.get(run.seed)
+        if right is not None:
+            distances.append(run.held_out / right - 1)
+    return distances
 
 
 def print_recipes_report(report: Report) -> None:

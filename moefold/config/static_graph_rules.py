@@ -91,7 +91,9 @@ def static_graphs_keep_what_they_save(c: ConfigOnRanks) -> bool:
     fix="set precision.recipe to plain, or memory.graphs to none",
 )
 def static_graphs_have_plain_products(c: ConfigOnRanks) -> bool:
-    return not has_static_graphs(c) or not any(spec.quantises for spec in recipes_in_use(c))
+    recipes = recipes_in_use(c)
+    quantises = any(spec.quantises for spec in recipes)
+    return not (has_static_graphs(c) and quantises)
 
 
 @STATIC_GRAPH_RULES.rule(
@@ -101,4 +103,5 @@ def static_graphs_have_plain_products(c: ConfigOnRanks) -> bool:
     fix=NO_GRAPHS,
 )
 def static_graphs_tell_nothing(c: ConfigOnRanks) -> bool:
-    return not has_static_graphs(c) or not (c.train.record_routing or c.optim.qk_clip)
+    records = c.train.record_routing or c.optim.qk_clip
+    return not (has_static_graphs(c) and records)

@@ -6,6 +6,7 @@ Pages are made by all threads of torch, large ones where the system has them, an
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from math import prod
@@ -18,11 +19,17 @@ LEAST_REGISTERED = 1 << 20  # bytes: of less, torch's pinned memory, which it ke
 
 
 def host_bytes(size: int, pinned: bool) -> Tensor:
-    """Host memory that begins at the border of a page, in zeros where it is not pinned."""
-    memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    """Host memory in zeros that begins at the border of a page."""
+    length = max(size, 1)
+    memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = ctypes.c_ubyte * length
+    pages = array.from_buffer(memory)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         pin_pages(memory, whole)
+        place = whole.data_ptr()
+        unpin = weakref.finalize(pages, unpin_pages, memory, place)
+        unpin.atexit = False  # the driver frees what a process has pinned
     return whole[:size]
 
 
@@ -34,12 +41,20 @@ def pin_pages(memory: mmap.mmap, whole: Tensor) -> None:
     place = whole.data_ptr()
     code = driver.cudaHostRegister(place, len(whole), 0)
     torch.cuda.check_error(int(code))
-    weakref.finalize(memory, driver.cudaHostUnregister, place)  # before the pages go
+
+
+def unpin_pages(memory: mmap.mmap, place: int) -> None:
+    """Before the pages go: `memory` keeps them until this returns."""
+    driver: Any = torch.cuda.cudart()
+    code = driver.cudaHostUnregister(place)
+    torch.cuda.check_error(int(code))
 
 
 def host_memory(like: Tensor) -> Tensor:
     """Memory of this shape and type on the host, pinned where a GPU reads it; without values."""
     size = prod(like.shape) * like.element_size()
     if size < LEAST_REGISTERED:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-    return host_bytes(size, like.is_cuda).view(like.dtype).view(like.shape)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    raw = host_bytes(size, like.is_cuda)
+    flat = raw.view(like.dtype)
+    return flat.view(like.shape)

@@ -1,7 +1,6 @@
 """The host pool: bounded host memory for offloaded tensors, taken in slabs and cut into blocks.
 
-A slab is allocated when the first block needs it and stays until the pool ends: pinning memory is slow. Slabs have a
-power of two of bytes, since torch rounds pinned memory up to that.
+A slab is allocated when the first block needs it and stays until the pool ends: pinning memory is slow.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ class HostPool:
 
     def new_slab(self, count: int) -> Slab | None:
         left = self.limit - self.allocated
-        wanted = max(SLAB_BYTES, power_of_two_from(count))
-        size = min(wanted, power_of_two_up_to(left))
+        wanted = max(SLAB_BYTES, count)
+        size = min(wanted, left - left % ALIGNMENT)
         if size < count:
             return None
         memory = self.allocate(size)
@@ -117,17 +116,3 @@ class HostPool:
 def rounded_up(count: int, multiple: int) -> int:
     missing = -count % multiple
     return count + missing
-
-
-def power_of_two_from(count: int) -> int:
-    """The least power of two that is not below."""
-    below = max(0, count - 1)
-    return 1 << below.bit_length()
-
-
-def power_of_two_up_to(count: int) -> int:
-    """The largest power of two that is not above; 0 for none."""
-    if count <= 0:
-        return 0
-    exponent = count.bit_length() - 1
-    return 1 << exponent

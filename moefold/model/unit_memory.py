@@ -3,9 +3,10 @@
     buffer   | unit 0 ------------>        <------ unit 1 |     as large as the two largest units, so that any two fit,
     later    | unit 2 ------>              <------ unit 1 |     one from each end, whatever their sizes are
 
-No step asks the allocator for memory of weights, the bytes of units are bounded on a GPU too, where a stream may still
-read what the host has freed, and gathers write to the same few addresses. A unit's tensors keep their storage objects,
-which get other memory: views of them, also those that autograd has saved, are right whenever the unit is here.
+No step asks the allocator for memory that weights are brought to, the bytes of units are bounded on a GPU too, where a
+stream may still read what the host has freed, and gathers write to the same few addresses. A unit's tensors keep their
+storage objects, which get other memory: views of them, also those that autograd has saved, are right whenever the unit
+is here.
 
 Torch 2.11 cannot give a storage memory that is there already. There each unit has memory of the allocator's.
 """
@@ -22,6 +23,9 @@ from torch import Tensor
 
 ALIGNMENT = 256  # bytes; what the allocator of a GPU aligns to at least
 UNITS_OF_A_BUFFER = 2
+
+Tensors = Sequence[Tensor]
+Events = Sequence[Any]  # of streams of a GPU
 
 
 def bytes_of_unit(tensors: Iterable[Tensor]) -> int:
@@ -40,24 +44,24 @@ class UnitMemory(ABC):
     outlives_units = False  # whether memory is there when no unit has it, so that its last readers must be awaited
 
     @abstractmethod
-    def lend(self, unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    def lend(self, unit: str, tensors: Tensors) -> Events:
         """Give the tensors of a unit memory. Events, which must be awaited before it is written."""
 
     @abstractmethod
-    def take_back(self, unit: str, tensors: Sequence[Tensor], readers: Sequence[Any]) -> None:
+    def take_back(self, unit: str, tensors: Tensors, readers: Events) -> None:
         """Take the memory of a unit. `readers`: events behind what reads the unit on streams of a GPU."""
 
 
 class AllocatedMemory(UnitMemory):
     """Memory of the allocator's, asked for when a unit comes."""
 
-    def lend(self, unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    def lend(self, unit: str, tensors: Tensors) -> Events:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             storage.resize_(tensor.nbytes)
         return ()
 
-    def take_back(self, unit: str, tensors: Sequence[Tensor], readers: Sequence[Any]) -> None:
+    def take_back(self, unit: str, tensors: Tensors, readers: Events) -> None:
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
 
@@ -69,7 +73,7 @@ class BufferEnd:
 
     buffer: Tensor
     is_first: bool
-    last_reads: dict[bool, Sequence[Any]]
+    last_reads: dict[bool, Events]
     unit: str | None = None
     without_memory: list[Any] = field(default_factory=list)  # what the unit's storages were before
 
@@ -88,7 +92,7 @@ class UnitBuffers(UnitMemory):
     ends: list[BufferEnd] = field(default_factory=list)
     outlives_units = True
 
-    def lend(self, unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    def lend(self, unit: str, tensors: Tensors) -> Events:
         if all(end.unit is not None for end in self.ends):
             self.add_buffer(tensors[0].device)
         end = next(end for end in self.ends if end.unit is None)
@@ -107,12 +111,12 @@ class UnitBuffers(UnitMemory):
 
     def add_buffer(self, device: torch.device) -> None:
         buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
-        last_reads: dict[bool, Sequence[Any]] = {}
+        last_reads: dict[bool, Events] = {}
         for is_first in (True, False):
             end = BufferEnd(buffer, is_first, last_reads)
             self.ends.append(end)
 
-    def take_back(self, unit: str, tensors: Sequence[Tensor], readers: Sequence[Any]) -> None:
+    def take_back(self, unit: str, tensors: Tensors, readers: Events) -> None:
         end = next(end for end in self.ends if end.unit == unit)
         for tensor, before in zip(tensors, end.without_memory, strict=True):
             swap_memory(tensor, before)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moefold.anatomy.visiting_states import CHUNK_ELEMENTS
@@ -16,7 +17,6 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw, adamw_fused
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
-from moefold.layout.pinned_memory import host_memory
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
 from moefold.optim.host_states import (
     Chunk,
@@ -165,7 +165,8 @@ class AdamW:
             beside = window_of(weights, window)
             rounded = None
             if beside is not None:
-                rounded = host_memory(beside)
+                # torch's pinned memory: the allocator knows of copies under way when it is freed
+                rounded = torch.empty_like(beside, device="cpu", pin_memory=beside.is_cuda)
             operands = (main[window], g, mean.codes, square.codes, rounded)
             adamw_fused(*operands, scale, scalars, numbers.options)
             if beside is not None and rounded is not None:

@@ -51,7 +51,8 @@ def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     """The configuration in the planned precision, with the planned recompute and graph, and with the steps of the token
     budget unless the request sets them."""
     config = with_planned_regions(config, choices)
-    config = replace(config, memory=replace(config.memory, graphs=choices.graphs))
+    memory = replace(config.memory, graphs=choices.graphs)
+    config = replace(config, memory=memory)
     train = replace(config.train, precision=choices.precision)  # pyright: ignore[reportArgumentType]
     if "train.steps" not in r.fixed:
         step_tokens = train.global_batch * config.data.seq_len

@@ -9,7 +9,14 @@ import pytest
 from moefold.bench.played_ranks import TurnOrder, play_ranks
 from moefold.cli.main import run_command_line
 
-SMALL = ["--device", "cpu", "--experts", "8", "--top-k", "2", "--tokens", "16", "--hidden", "32", "--repeat", "1"]
+SMALL = [
+    *("--device", "cpu"),
+    *("--experts", "8"),
+    *("--top-k", "2"),
+    *("--tokens", "16"),
+    *("--hidden", "32"),
+    *("--repeat", "1"),
+]
 
 
 def test_a_row_for_each_case(capsys: pytest.CaptureFixture[str]):

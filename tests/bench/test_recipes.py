@@ -36,10 +36,13 @@ def test_processes_share_a_folder_and_measured_runs_are_not_repeated(
     svg = (tmp_path / "recipes.svg").read_text()
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert svg.count("<polyline") == 4, "two losses and two differences"
+    assert run_command([*shared, "--variant", "nvfp4, round to nearest", *small, "--optim.lr", "0.5"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert [row["held_out"] == 7.0 for row in other["results"]] == [False], "a run of other keys is another run"
 
 
 def run_of(variant: str, seed: int, held_out: float) -> RecipeRun:
-    return RecipeRun(variant, seed, 3, [9.0, 4.0, 2.0], held_out, 0.1, 5.0)
+    return RecipeRun(variant, seed, "keys", [9.0, 4.0, 2.0], held_out, 0.1, 5.0)
 
 
 def test_a_distance_is_the_mean_over_seeds_of_shares_of_bf16_with_the_same_seed():

@@ -34,7 +34,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = "cuda:0"
 EXPERTS, WIDTH, INNER, TOKENS = 8, 32, 16, 150
-LAYOUTS = {"ep 2": (2, {"ep": 2}), "ep 4": (4, {"ep": 4}), "ep 2, etp 2": (4, {"ep": 2, "etp": 2})}
+LAYOUTS = {
+    "ep 2": (2, {"ep": 2}),
+    "ep 4": (4, {"ep": 4}),
+    "ep 2, etp 2": (4, {"ep": 2, "etp": 2}),
+}
 TOLERANCES = {"fp32": 1e-6, "bf16": 0.02}  # of the largest value; bf16 rounds sums of a rank before they are added
 SILENT = "a rank without tokens"
 ROUTINGS = {
@@ -60,7 +64,8 @@ class RankInputs(NamedTuple):
 
 
 def numbers(*shape: int, seed: int, like: World, dtype: torch.dtype) -> torch.Tensor:
-    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    random = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(*shape, generator=random, dtype=torch.float64)
     return drawn.to(like.device, dtype)
 
 
@@ -89,7 +94,8 @@ def build(world: World, precision: str) -> Dispatcher:
 def through(dispatcher: Dispatcher, kernels: BoundKernels, given: RankInputs, weights: list[torch.Tensor]):
     """Tokens through experts of two matrices, which are spread over their rows: nothing here waits for the device.
     Experts multiply in fp64, so that what differs is the dispatcher's."""
-    leaves = [x.clone().requires_grad_() for x in (given.h_TD, given.gates_TK, *weights)]
+    inputs = (given.h_TD, given.gates_TK, *weights)
+    leaves = [x.clone().requires_grad_() for x in inputs]
     h, gates, up, down = leaves
     receipt = dispatcher.plan(Routing(gates, given.ids_TK))
     rows = dispatcher.dispatch(h, receipt)
@@ -97,9 +103,12 @@ def through(dispatcher: Dispatcher, kernels: BoundKernels, given: RankInputs, we
     x = kernels[gather_rows](rows.source_ND, order.index_R, order.slots_NK, order.holes)
     row = torch.arange(len(x), device=x.device, dtype=order.ends_e.dtype)
     expert_R = torch.searchsorted(order.ends_e, row, right=True)
-    is_of = (expert_R[:, None] == torch.arange(len(up), device=x.device)).double()
+    experts = torch.arange(len(up), device=x.device)
+    is_of = (expert_R[:, None] == experts).double()
     x = torch.where(is_of.any(1, keepdim=True), x, 0)  # rows behind the last are undefined
-    inner = torch.einsum("rd,re,eid->ri", x.double(), is_of, up.double()).tanh() * order.weight_R[:, None].double()
+    weight_R = order.weight_R.double()
+    raised = torch.einsum("rd,re,eid->ri", x.double(), is_of, up.double())
+    inner = raised.tanh() * weight_R[:, None]
     made = torch.einsum("ri,re,edi->rd", inner, is_of, down.double())
     y = dispatcher.combine(made.to(x.dtype), receipt)
     return (y.detach(), *torch.autograd.grad(y, leaves, given.direction_TD))
@@ -125,7 +134,11 @@ def joined(parts: list[RankInputs]) -> RankInputs:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape
-    return (a.float() - b.float()).abs().max().item() if a.numel() else 0.0
+    return largest(a.float() - b.float())
+
+
+def largest(x: torch.Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
 
 
 def compare(world: World, routing: str, dispatcher: Dispatcher, precision: str) -> dict[str, Any]:
@@ -142,7 +155,13 @@ def compare(world: World, routing: str, dispatcher: Dispatcher, precision: str) 
     held, part = EXPERTS // world.ep.size, INNER // world.etp.size
     experts = slice(world.ep.index * held, (world.ep.index + 1) * held)
     inner = slice(world.etp.index * part, (world.etp.index + 1) * part)
-    expected = (y[mine], dh[mine], dg[mine], d_up[experts, inner], d_down[experts, :, inner])
+    expected = (
+        y[mine],
+        dh[mine],
+        dg[mine],
+        d_up[experts, inner],
+        d_down[experts, :, inner],
+    )
     weights = [up[experts, inner], down[experts, :, inner]]
     through(dispatcher, kernels, parts[world.rank], weights)  # tables are uploaded and kernels compiled
     with no_waits(world.device):
@@ -150,7 +169,7 @@ def compare(world: World, routing: str, dispatcher: Dispatcher, precision: str) 
     again = through(dispatcher, kernels, parts[world.rank], weights)
     return {
         "off": dict(zip(VALUES, map(distance, values, expected), strict=True)),
-        "scale": max(x.abs().max().item() if x.numel() else 0.0 for x in expected),
+        "scale": max(map(largest, expected)),
         "repeats": all(map(torch.equal, values, again)),
     }
 

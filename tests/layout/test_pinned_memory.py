@@ -18,7 +18,9 @@ def test_host_memory_has_the_shape_and_type_that_are_asked_for(shape: tuple[int,
     found = host_memory(like)
     assert (found.shape, found.dtype) == (like.shape, like.dtype)
     assert found.untyped_storage().nbytes() == like.untyped_storage().nbytes()
-    assert torch.equal(found.fill_(2.0), torch.full(shape, 2.0, dtype=torch.bfloat16))
+    expected = torch.full_like(like, 2.0)
+    found.fill_(2.0)
+    assert torch.equal(found, expected)
 
 
 def test_bytes_begin_at_the_border_of_a_page():
@@ -31,7 +33,8 @@ def test_pinned_memory_is_copied_without_waiting_and_can_be_given_back():
     for _ in range(3):  # the second may have the pages of the first
         x = host_bytes(100_000_001, pinned=True)
         assert x.is_pinned()
-        x.copy_(torch.full(x.shape, 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
+        sevens = torch.full_like(x, 7, device="cuda")
+        x.copy_(sevens, non_blocking=True)
         torch.cuda.synchronize()
         assert bool((x == 7).all())
         del x

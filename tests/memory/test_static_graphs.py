@@ -85,7 +85,11 @@ def test_batches_of_another_form_are_captured_anew():
     recordings: list[int] = []
     for tokens in (16, 16, 8, 8, 8):
         batches = [run.loader.next_batch() for run in (plain, graphed)]
-        cut = [replace(x, tokens_BS=x.tokens_BS[:, :tokens], labels_BS=x.labels_BS[:, :tokens]) for x in batches]
+        cut = []
+        for batch in batches:
+            tokens_BS = batch.tokens_BS[:, :tokens]
+            labels_BS = batch.labels_BS[:, :tokens]
+            cut.append(replace(batch, tokens_BS=tokens_BS, labels_BS=labels_BS))
         assert figures(train_step(plain, cut[0])) == figures(train_step(graphed, cut[1]))
         recordings.append(recorder.recordings)
     assert recordings == [0, 12, 12, 24, 24]

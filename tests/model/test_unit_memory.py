@@ -18,7 +18,12 @@ from moefold.model.unit_memory import (
     make_unit_memory,
 )
 
-SIZES = {"embedding": (700,), "layer 0": (64, 65), "layer 1": (64, 300), "head": (700, 3)}  # elements of each tensor
+SIZES = {  # elements of each tensor
+    "embedding": (700,),
+    "layer 0": (64, 65),
+    "layer 1": (64, 300),
+    "head": (700, 3),
+}
 needs_swaps = pytest.mark.skipif(not can_give_memory(), reason="torch 2.11 has memory of the allocator's")
 
 

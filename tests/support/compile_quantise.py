@@ -156,7 +156,14 @@ def peer_kernels() -> Iterator[tuple[str, str]]:
     signals, rows = peer_signals_triton, peer_rows_triton
     types = dict.fromkeys(("addresses", "fault_2", "rank_TK", "tokens_sn", "counts_B2n", "slots_Tn"), "*i64")
     types |= {"patience": "i64", "x_TD": "*bf16", "out_TD": "*bf16"}
-    constants = {"RANKS": 4, "WIDTH": 4, "CLOCKED": True, "K": 8, "TOKENS": rows.TOKENS, "COLS": 1024}
+    constants = {
+        "RANKS": 4,
+        "WIDTH": 4,
+        "CLOCKED": True,
+        "K": 8,
+        "TOKENS": rows.TOKENS,
+        "COLS": 1024,
+    }
     constants["WIDE"] = tl.float32
     one_warp = {"num_warps": 1}
     four_warps = {"num_warps": 4}

@@ -25,7 +25,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_ranks_on_one_card_agree_and_learn_as_without_fp8(ranks: int):
     """Gradients flow: updates follow those of plain runs."""
     layout = ["--parallel.tp", "2", "--parallel.ep", str(ranks), "--parallel.dispatcher", "all_to_all"]
-    cases = [layout, [*layout, *TOKENS_IN_FP8], [*layout, *SUMS], [*layout, *TOKENS_IN_FP8, *SUMS]]
+    cases = [
+        layout,
+        [*layout, *TOKENS_IN_FP8],
+        [*layout, *SUMS],
+        [*layout, *TOKENS_IN_FP8, *SUMS],
+    ]
     by_rank = run_ranks(train_on_card, ranks, cases)
     (plain, _), *_ = by_rank[0]
     for number, case in enumerate(zip(*by_rank, strict=True)):

@@ -19,6 +19,10 @@ def train(out: Path, *argv: str) -> list[dict]:
     return metrics(out)
 
 
+def losses_of(lines: list[dict]) -> list[float]:
+    return [line["loss"] for line in lines[1:]]
+
+
 def test_tiny_trains_in_bf16_and_learns(tmp_path: Path):
     lines = train(tmp_path / "a", "tiny", "--train.device", "cuda", "--train.precision", "bf16")
     assert lines[-1]["val_loss"] <= 0.40 * lines[0]["val_loss"]
@@ -62,7 +66,7 @@ def test_two_fully_sharded_ranks_in_fp8_have_the_losses_of_two_with_whole_weight
     argv += ["--optim.max_norm", "1e9"]  # a norm is summed in another order, by units
     whole = train(tmp_path / "whole", *argv)
     sharded = train(tmp_path / "sharded", *argv, "--shard.mode", "zero3", "--precision.storage", storage)
-    assert [line["loss"] for line in sharded[1:]] == [line["loss"] for line in whole[1:]]
+    assert losses_of(sharded) == losses_of(whole)
 
 
 def test_a_run_resumed_on_the_device_continues_where_it_was(tmp_path: Path):
@@ -80,5 +84,5 @@ def test_states_on_the_host_give_the_losses_of_states_on_the_device(tmp_path: Pa
     argv += ["--train.validate_every", "6"]
     there = train(tmp_path / "device", *argv)
     visiting = train(tmp_path / "host", *argv, "--optim.states", "host", "--optim.states_window_gib", window)
-    assert [line["loss"] for line in visiting[1:]] == [line["loss"] for line in there[1:]]
+    assert losses_of(visiting) == losses_of(there)
     assert visiting[-1]["val_loss"] == there[-1]["val_loss"]

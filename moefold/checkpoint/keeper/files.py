@@ -286,7 +286,8 @@ class KeptFiles:
     def take_spare(self, key: str) -> int:
         """Memory for a new file: the pages of the one that the keeper of this node dropped last of such a name, else
         none yet."""
-        _, spare = ask_keeper(self.from_here()[0], {"verb": "spare", "name": key})
+        own = self.from_here()[0]
+        _, spare = ask_keeper(own, {"verb": "spare", "name": key})
         return spare[0] if spare else os.memfd_create("moefold")
 
     def list_under(self, key: str) -> dict[str, int]:

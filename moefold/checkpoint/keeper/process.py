@@ -42,10 +42,12 @@ class RefusedRequest(Exception):
 
 
 class KeptFile(NamedTuple):
-    """An open file, and the checksum of its bytes as they were when it was written."""
+    """An open file, and the checksum of its bytes as they were when it was written. `is_read`: somebody may still read
+    it, so that nobody may write to its pages."""
 
     handle: int
     checksum: int
+    is_read: bool = False
 
 
 class Keeper:
@@ -61,11 +63,12 @@ class Keeper:
     @property
     def held_bytes(self) -> int:
         handles = [file.handle for file in self.files.values()]
-        return sum(map(file_size, [*handles, *self.spare.values()]))
+        handles += self.spare.values()
+        return sum(map(file_size, handles))
 
     def require_room(self, size: int) -> None:
-        if self.held_bytes + size > self.limit:
-            self.close_spare()
+        while self.spare and self.held_bytes + size > self.limit:
+            self.close_largest_spare()
         if self.held_bytes + size > self.limit:
             raise RefusedRequest(
                 f"a file of {size} bytes does not fit beside the {self.held_bytes} that the keeper holds; expected "
@@ -87,9 +90,11 @@ class Keeper:
     def borrow(self, name: str) -> int:
         """A handle of a file, which the caller closes."""
         with self.lock:
-            if name not in self.files:
+            file = self.files.get(name)
+            if file is None:
                 raise RefusedRequest(f"no file {name}")
-            return os.dup(self.files[name].handle)
+            self.files[name] = file._replace(is_read=True)
+            return os.dup(file.handle)
 
     def list_files(self, under: str) -> dict[str, int]:
         """The sizes of the files whose names begin so."""
@@ -108,7 +113,7 @@ class Keeper:
                 os.close(handle)
             with self.lock:
                 if name in self.files and self.files[name].checksum != now:
-                    self.drop(name)
+                    self.drop(name)  # its pages, which may be at fault, go to nobody: it was read
                     damaged.append(name)
         return damaged
 
@@ -117,10 +122,16 @@ class Keeper:
             for name in list(self.files):
                 if name.startswith(under):
                     self.drop(name)
+            if not under:
+                close_all(self.spare.values())
+                self.spare.clear()
 
     def drop(self, name: str) -> None:
         file = self.files.pop(name, None)
         if file is None:
+            return
+        if file.is_read:
+            os.close(file.handle)
             return
         last_part = name.rpartition("/")[2]
         before = self.spare.pop(last_part, None)
@@ -135,9 +146,12 @@ class Keeper:
             handle = self.spare.pop(last_part, None)
         return [] if handle is None else [handle]
 
-    def close_spare(self) -> None:
-        close_all(self.spare.values())
-        self.spare.clear()
+    def close_largest_spare(self) -> None:
+        largest = max(self.spare, key=self.spare_bytes)
+        os.close(self.spare.pop(largest))
+
+    def spare_bytes(self, last_part: str) -> int:
+        return file_size(self.spare[last_part])
 
 
 class KeeperServer:
@@ -234,7 +248,8 @@ class KeeperServer:
     def put_far(self, request: Message, connection: socket.socket) -> None:
         """Take a file from another node: room is made sure of before its bytes are sent."""
         size = int(request["bytes"])
-        file, *_ = self.keeper.take_spare(request["name"]) or [os.memfd_create("moefold")]
+        spare = self.keeper.take_spare(request["name"])
+        file = spare[0] if spare else os.memfd_create("moefold")
         try:
             self.keeper.check_room(size)
             send_message(connection, {})

@@ -156,8 +156,13 @@ def copy_to_host(image: HostImage, parts: Parts, ready: Any, world: World) -> No
     streams = [torch.cuda.Stream(world.device, priority=-1) for _ in range(2)]
     for stream in streams:
         stream.wait_event(ready)
-    for chunk, stream in zip(image.chunks, cycle(streams), strict=False):
-        with torch.cuda.device(world.device), torch.cuda.stream(stream):
-            image.copy_chunk(chunk, parts[chunk.name])
-    for stream in streams:
-        stream.synchronize()
+    try:
+        in_turn = cycle(streams)
+        for chunk in image.chunks:
+            stream = next(in_turn)
+            part = parts[chunk.name]
+            with torch.cuda.device(world.device), torch.cuda.stream(stream):
+                image.copy_chunk(chunk, part)
+    finally:
+        for stream in streams:
+            stream.synchronize()

@@ -77,9 +77,13 @@ def test_a_file_is_written_to_the_pages_of_the_one_before_and_has_its_own_conten
     for number, raw in enumerate([b"first" * MIB, b"second", b"third" * MIB]):
         path = folder / f"step-{number}" / "rank"
         write_synced_file(path, raw)
-        assert path.read_bytes() == raw
-        with folder.files.open_here(path.key) as file:
+        folder.files.rm(parent_of(path.key), recursive=True)
+        with os.fdopen(folder.files.take_spare(path.key)) as file:
             inodes.append(os.fstat(file.fileno()).st_ino)
+            assert os.pread(file.fileno(), len(raw) + 1, 0) == raw
+            keeper = folder.files.from_here()[0]
+            again = os.dup(file.fileno())
+            put_file(keeper, path.key, again, len(raw), 0)
         folder.files.rm(parent_of(path.key), recursive=True)
     assert len(set(inodes)) == 1
 
@@ -98,6 +102,7 @@ def test_a_file_of_this_nodes_keeper_is_read_in_place_and_stays_while_it_is_read
     write_synced_file(folder / "a", bytes(range(100)))
     read = open_byte_source(folder / "a")
     empty_keeper(launcher)
+    write_synced_file(folder / "b" / "a", bytes(100))  # to other pages than those that are read
     assert bytes(read(3, 9)) == bytes(range(3, 9))
     with pytest.raises(FileNotFoundError):
         open_byte_source(folder / "a")(0, 1)
@@ -160,7 +165,7 @@ def test_room_is_counted_while_files_come_and_go():
     with ThreadPoolExecutor() as threads:
         list(threads.map(come_and_go, "abcd"))
     assert not keeper.files
-    keeper.close_spare()
+    keeper.remove("")
     assert keeper.held_bytes == 0
 
 
