@@ -24,6 +24,7 @@ GENEROUS = {**SMALL, "parallel.ep": 8, "parallel.pp": 4, "parallel.tp": 2}
 CUT = {"model": "mixtral-8x7b", "gpus": 32, "gpu": "h800", "parallel.ep": 4, "parallel.etp": 2, "parallel.tp": 2}
 LARGE = {"model": "deepseek-v3", "gpus": 1024, "gpu": "h100", "gbs": 8192}
 TABLE_17 = {**LARGE, "parallel.tp": 2, "parallel.pp": 8, "pipeline.vpp": 4, "parallel.ep": 64}
+FEW_TOKENS = {"model": "olmoe-1b-7b", "gpus": 8, "gpu": "h100", "mbs": 1, "seq": 1024, "parallel.ep": 4}
 RACK = {"model": "deepseek-v3", "gpus": 256, "gpu": "gb200", "gbs": 2048, "precision": "mxfp8"}
 RACK_LAYOUT = {**RACK, "parallel.pp": 4, "pipeline.vpp": 4, "parallel.ep": 64}
 
@@ -64,7 +65,9 @@ APPLIES: dict[str, tuple[dict[str, Any], str, str]] = {  # request, source, what
         "pipeline rank 0 takes",
     ),
     "launches": (GENEROUS, "table 15", "train.micro_batch 2"),
-    "graphs": (GENEROUS, "table 15", "graphs static: "),
+    "graphs": (FEW_TOKENS, "table 15", "graphs static: "),
+    "graphs of another trainer": ({**GENEROUS, "stack": "megatron"}, "table 15", "with 1,664 graphs"),
+    "graphs of single steps": ({**FEW_TOKENS, "graphs": "static"}, "section 4.3.6", "3 for each captured step"),
     "one graph": (
         {"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "mbs": 1, "gbs": 1, "data.seq_len": 512, "parallel.tp": 1},
         "table 15",
@@ -94,7 +97,9 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str, str]] = {
     "a usual length": ({**SMALL, "parallel.ep": 8}, "guideline 5", ""),
     "memory to spare": (GENEROUS, "table 13", ""),
     "even stages": ({**SMALL, "parallel.ep": 8, "parallel.pp": 2}, "table 14", "pipeline rank"),
-    "captured graphs": ({**GENEROUS, "graphs": "static"}, "table 15", "graphs static"),
+    "captured graphs": ({**FEW_TOKENS, "graphs": "static"}, "table 15", "graphs static"),
+    "graphs that tp forbids": ({**FEW_TOKENS, "parallel.tp": 2}, "table 15", "graphs"),
+    "graphs that recompute forbids": ({**FEW_TOKENS, "recompute": "norm"}, "table 15", "graphs"),
     "low precision already": (RACK_LAYOUT, "table 16", "precision"),
     "one rank": ({"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "parallel.ep": 1}, "eq. 8", ""),
     "no copies in a node": (TABLE_17, "eq. 10", ""),

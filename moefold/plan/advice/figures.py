@@ -18,6 +18,11 @@ from moefold.plan.advice.situation import Change, Situation
 from moefold.plan.layer.ring_blocks import builds_ring_scores
 from moefold.plan.memory.peak_memory import GIB
 
+TRAINER_GRAPHS = {  # by `graphs`: those of moefold, which captures no single layers
+    "static": "CUDA graphs of this layout: up to 3 for each captured step of each layer and microbatch in flight",
+    "whole": "one CUDA graph, of the whole step",
+}
+
 
 def expert_ratio(plan: Situation) -> Iterator[Advice]:
     """R of eq. 5 to 9."""
@@ -59,13 +64,17 @@ def replicated_attention(plan: Situation) -> Iterator[Advice]:
 
 def graphs_needed(plan: Situation) -> Iterator[Advice]:
     s = plan.setting
-    factors = f"layers x {s.microbatches} microbatches x 2" if s.parallel.pp > 1 else "layers x 2"
-    count = f"{graph_count(s):,} on a rank ({factors})"
+    choices = s.choices
+    factors = "layers x 2"
+    if s.parallel.pp > 1:
+        factors = f"layers x {s.microbatches} microbatches x 2"
+    graphs = graph_count(s)
+    count = f"{graphs:,} on a rank ({factors})"
     text = f"CUDA graphs of single layers would be {count}"
-    if s.choices.graphs != "none":
+    if choices.graphs != "none":
         text = f"CUDA graphs of this layout: {count}"
-    if s.choices.graphs == "whole" and s.choices.stack == "moefold":
-        text = "one CUDA graph, of the whole step"
+    if choices.stack == "moefold":
+        text = TRAINER_GRAPHS.get(choices.graphs, text)
     yield Advice("host", text, "section 4.3.6")
 
 

@@ -13,6 +13,7 @@ from moefold.config.rules import ConfigOnRanks, broken_rules
 from moefold.plan.advice.ratios import graph_count, has_experts
 from moefold.plan.advice.sentences import NEARLY_FULL, NOTICEABLE, Advice, propose, propose_faster
 from moefold.plan.advice.situation import WORTH_SAYING, Change, Situation
+from moefold.plan.launch import with_planned_regions
 from moefold.plan.layer.moefold_layers import HOPPER_CAPABILITY
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS
 
@@ -22,6 +23,7 @@ SMALL_COST = 0.005  # share of the speed
 FEW_TILES = 2  # of rows that an expert gets
 UNEVEN_STAGES = 1.1  # slowest rank of a pipeline over the mean
 LOW_PRECISIONS = ("mxfp8", "fp8-blockwise", "fp8")  # in order of preference
+GRAPH_KINDS = ("whole", "static")  # in order of preference
 FIRST_RECIPE = "fp8_block"  # of the trainer's own, which have kernels for Hopper
 
 
@@ -188,24 +190,40 @@ def captured_graphs(plan: Situation) -> Iterator[Advice]:
     host = plan.wall("host")
     if host < NOTICEABLE or plan.choices.graphs != "none":
         return
-    change: Change = {"graphs": "static"}
-    graphs = f"{graph_count(plan.setting):,} graphs"
-    if can_capture_step(plan):
-        change = {"graphs": "whole"}
-        graphs = "one graph"
+    allowed = [kind for kind in GRAPH_KINDS if can_capture(plan, kind)]
+    if not allowed:
+        return
+    kind = allowed[0]
+    change: Change = {"graphs": kind}
     other = plan.changed(change)
     if other and plan.is_better(other):
-        result = f"{plan.describe_gain(other)}, with {graphs}"
-        yield Advice("host", f"{host:.0%} of the step waits for launches; {propose(change, result)}", "table 15")
+        gain = plan.describe_gain(other)
+        count = describe_graph_count(plan, kind)
+        proposal = propose(change, gain + count)
+        text = f"{host:.0%} of the step waits for launches"
+        yield Advice("host", f"{text}; {proposal}", "table 15")
 
 
-def can_capture_step(plan: Situation) -> bool:
-    """Whether the trainer runs this layout as one graph."""
+def can_capture(plan: Situation, kind: str) -> bool:
+    """Whether the trainer captures this layout, with its recompute and offload, in graphs of this kind. Other trainers
+    have static graphs of any layout."""
     if plan.choices.stack != "moefold":
-        return False
-    memory = replace(plan.config.memory, graphs="whole")
-    captured = replace(plan.config, memory=memory)
-    return not broken_rules(ConfigOnRanks(captured, plan.setting.world))
+        return kind == "static"
+    config = with_planned_regions(plan.config, plan.choices)
+    memory = replace(config.memory, graphs=kind)
+    captured = replace(config, memory=memory)
+    world = plan.setting.world
+    case = ConfigOnRanks(captured, world)
+    return not broken_rules(case)
+
+
+def describe_graph_count(plan: Situation, kind: str) -> str:
+    if kind == "whole":
+        return ", with one graph"
+    if plan.choices.stack == "moefold":
+        return ""  # as many as its schedule has microbatches in flight
+    graphs = graph_count(plan.setting)
+    return f", with {graphs:,} graphs"
 
 
 def lower_precision(plan: Situation) -> Iterator[Advice]:
