@@ -11,7 +11,8 @@ leaves its results at the same addresses in every replay. A batch of another for
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from moefold.config.errors import RunFailure
 from moefold.data.loader import Batch
 
 WARM_UP_STEPS = 3  # the first makes what is made once, such as FP8 copies of weights that later steps rewrite
+OBSTACLES_HINT = ", and see `moefold explain` for what stands in the way"
 TensorForm = tuple[str, torch.Size, torch.dtype]  # name, shape and dtype
 BatchForm = list[TensorForm]
 
@@ -72,7 +74,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 result = work()
         except RuntimeError as error:
-            raise capture_failure("memory.graphs = whole: the step", error) from error
+            raise capture_failure("memory.graphs = whole: the step", error, OBSTACLES_HINT) from error
         return result, graph.replay
 
 
@@ -94,20 +96,32 @@ class PoolRecorder(CudaRecorder):
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            try:
+            with ending_capture(graph):
                 result = work()
-            finally:
-                graph.capture_end()
         except RuntimeError as error:
             raise capture_failure("memory.graphs = static: a step of the model", error) from error
         return result, graph.replay
 
 
-def capture_failure(what: str, error: RuntimeError) -> RunFailure:
-    return RunFailure(
-        f"{what} could not be captured: {error}; set memory.graphs to none, and see `moefold explain` for what stands "
-        "in the way"
-    )
+class OpenCapture(Protocol):
+    def capture_end(self) -> None: ...
+
+
+@contextmanager
+def ending_capture(graph: OpenCapture) -> Iterator[None]:
+    """End a capture behind its work. Work that fails may have spoilt it, so that its end fails too: the work's error is
+    the one that says why."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
+def capture_failure(what: str, error: RuntimeError, hint: str = "") -> RunFailure:
+    return RunFailure(f"{what} could not be captured: {error}; set memory.graphs to none{hint}")
 
 
 class StaticBatch:

@@ -11,7 +11,7 @@ import torch
 
 from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
-from moefold.memory.graphs import StepGraph
+from moefold.memory.graphs import StepGraph, ending_capture
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import validation_loss
@@ -215,3 +215,17 @@ def test_a_tape_refuses_what_a_capture_refuses():
     x += 1
     replay()
     assert result.tolist() == [2.0, 3.0, 4.0]
+
+
+class SpoiltCapture:
+    """A capture that its work has ended, as CUDA ends it at what no graph may have."""
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_failed_capture_tells_the_error_of_its_work():
+    with pytest.raises(RuntimeError, match="not permitted"), ending_capture(SpoiltCapture()):
+        raise RuntimeError("operation not permitted when stream is capturing")
+    with pytest.raises(RuntimeError, match="previous error"), ending_capture(SpoiltCapture()):
+        pass
