@@ -476,10 +476,12 @@ class CapturedStep:
             if slot.fits(given):
                 return slot
         graphs = self.graphs
+        memory = graphs.memory
         graphs.weights.await_all_buckets()
-        slot = GraphSlot(self.step, given, graphs.memory)
+        slot = GraphSlot(self.step, given, memory)
         if slot.keeps_shared:
-            slot = GraphSlot(self.step, given, graphs.memory)
+            memory.forget(slot.standing)
+            slot = GraphSlot(self.step, given, memory)
         self.slots.append(slot)
         self.wait = graphs.weights.waiter_for(slot.parameters)
         return slot

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.layout.axes import World
+from moefold.anatomy.step_specs import StepSpec
+from moefold.layout.axes import Axis, World
 from moefold.memory.static_graphs import StaticGraphs, attach_static_graphs
+from moefold.model.steps import Step
+from moefold.model.token_layout import TokenShard
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run, bind_static_graphs
 from moefold.train.evaluate import validation_loss
@@ -133,3 +136,20 @@ def test_every_microbatch_in_flight_has_a_slot_of_each_step_and_a_pool(ranks: in
             assert agree, (layout, rank)
             assert made == steps * in_flight[rank], (layout, rank)
             assert pools == in_flight[rank], (layout, rank)
+
+
+def test_a_slot_that_is_made_anew_leaves_no_addresses():
+    """Backward of the first layer does not read its input, whose memory is shared; that of the second one does."""
+    recorder = TapeRecorder()
+    graphs = StaticGraphs(recorder, torch.device("cpu"), warm_up_steps=0)
+    attend = StepSpec("attend", "compute", True, "")
+    first = Step(attend, lambda carry: carry | {"stream": carry["stream"] + 1}, 0)
+    second = Step(attend, lambda carry: carry | {"stream": carry["stream"] ** 2}, 1)
+    steps = graphs.capture_steps([first, second])
+    shard = TokenShard(1, 4, Axis("cp"), Axis("tp"), torch.device("cpu"))
+    carry = {"token_shard": shard, "stream": torch.ones(4, 8, requires_grad=True)}
+    graphs.take_step(lambda: [step.run(carry) for step in steps])
+    assert recorder.recordings == 3
+    made = [slot for step in graphs.captured for slot in step.slots]
+    assert graphs.memory.standing == made[0].standing | made[1].standing
+    assert len(graphs.memory.pools) == len(made) == 2
