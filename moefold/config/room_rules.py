@@ -25,6 +25,17 @@ def bound_has_an_arena(c: ConfigOnRanks) -> bool:
 
 
 @ROOM_RULES.rule(
+    "a bound of rows has ranks that send",
+    (ROOM, "parallel.ep", "parallel.etp"),
+    why="a rank that holds all experts sends nothing, and its rows have no bound",
+    fix=ALL_ROOM,
+)
+def bound_has_ranks_that_send(c: ConfigOnRanks) -> bool:
+    ranks = c.parallel.ep * c.parallel.etp
+    return not has_bound(c) or ranks > 1
+
+
+@ROOM_RULES.rule(
     "an even load has room",
     (ROOM,),
     why="with less than the mean of rows, every step finds no room",

@@ -150,6 +150,9 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         (f"{CLONES} --pipeline.pair=true", 2, "pipeline.fill = true"),
     ],
     "a bound of rows has an arena": [("--parallel.ep=2 --parallel.room=1.5", 2, "parallel.dispatcher = auto")],
+    "a bound of rows has ranks that send": [
+        ("--parallel.dispatcher=symmetric --parallel.room=1.5", 2, "parallel.ep = 1, parallel.etp = 1"),
+    ],
     "an even load has room": [(f"{SYMMETRIC} --parallel.room=0.9", 2, "parallel.room = 0.9")],
     "a bounded step updates at its end": [
         (f"{SYMMETRIC} --parallel.room=2 --train.precision=fp16", 2, "train.precision = fp16"),
