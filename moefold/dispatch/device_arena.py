@@ -13,7 +13,9 @@ for there.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from moefold.layout.axes import Axis
 from moefold.watch.position import note_collective
 
 SHARE_A_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+T = TypeVar("T")
 FURTHER_WORDS = 2  # of a part: the number of exchanges, and whether a rank is lost
 
 
@@ -75,12 +78,21 @@ def part_sizes(axis: Axis, room_bytes: int) -> PartSizes:
 
 
 def open_device_memory(axis: Axis, room_bytes: int, device: torch.device) -> PeerMemory:
-    """Memory of all ranks of the axis, mapped by each. Every rank calls this; all succeed, or all raise."""
+    """Memory of all ranks of the axis, mapped by each. Every rank calls this; all succeed, or all raise. Ranks agree
+    that each has its part before they meet: they would wait for one that has not."""
     sizes = part_sizes(axis, room_bytes)
-    memory: PeerMemory | None = None
+    allocate = partial(allocate_part, sizes, device)
+    part = succeed_together(allocate, axis, sizes)
+    map_all = partial(map_parts, axis, sizes, part)
+    return succeed_together(map_all, axis, sizes)
+
+
+def succeed_together(work: Callable[[], T], axis: Axis, sizes: PartSizes) -> T:
+    """The result of the work on memory. Every rank calls this; all succeed, or all raise the first rank's error."""
+    result: T | None = None
     problem: UserError | None = None
     try:
-        memory = map_parts(axis, sizes, device)
+        result = work()
     except RuntimeError as error:
         first_line, *_ = str(error).splitlines() or [""]
         problem = UserError(
@@ -90,11 +102,11 @@ def open_device_memory(axis: Axis, room_bytes: int, device: torch.device) -> Pee
     first_problem = first_object(problem, axis)
     if first_problem is not None:
         raise first_problem
-    assert memory is not None
-    return memory
+    assert result is not None
+    return result
 
 
-def map_parts(axis: Axis, sizes: PartSizes, device: torch.device) -> PeerMemory:
+def allocate_part(sizes: PartSizes, device: torch.device) -> Tensor:
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault(SHARE_A_CARD, "1")  # ranks that share a card, as gloo lets them, are legal here too
@@ -103,6 +115,12 @@ def map_parts(axis: Axis, sizes: PartSizes, device: torch.device) -> PeerMemory:
     part = symmetric.empty(sizes.total, dtype=torch.uint8, device=here)
     part.zero_()
     torch.cuda.synchronize(here)  # no rank sees words that are not zero
+    return part
+
+
+def map_parts(axis: Axis, sizes: PartSizes, part: Tensor) -> PeerMemory:
+    from torch.distributed import _symmetric_memory as symmetric
+
     group = dist.group.WORLD if axis.group is None else axis.group
     assert group is not None
     handle = symmetric.rendezvous(part, group)

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.comm.arena import open_shared_memory
-from moefold.config.errors import RunFailure
-from moefold.dispatch.device_arena import DeviceArena, PeerMemory, part_sizes
+from moefold.config.errors import RunFailure, UserError
+from moefold.dispatch.device_arena import DeviceArena, PeerMemory, part_sizes, succeed_together
 from moefold.layout.axes import Axis, World
 from tests.support.ranks import run_ranks
 
@@ -36,10 +36,25 @@ class SeenExchanges(NamedTuple):
     message: str
     again: str
     numbers: list[int]
+    unallocated: str
+
+
+def message_of_failed_allocation(axis: Axis) -> str:
+    """Rank 1 has no memory for its part."""
+
+    def allocate() -> int:
+        if axis.index == 1:
+            raise RuntimeError("out of memory\nand more")
+        return 1
+
+    with pytest.raises(UserError) as failed:
+        succeed_together(allocate, axis, part_sizes(axis, 64))
+    return str(failed.value)
 
 
 def exchange_and_lose_a_peer(world: World) -> SeenExchanges:
     """Every rank writes the number of the exchange to all rooms, at a pace of its own; then rank 1 stays away."""
+    unallocated = message_of_failed_allocation(world.ep)
     memory = host_memory(world.ep)
     arena = DeviceArena(world.ep, memory, patience=1e6)
     wrong = []
@@ -53,7 +68,7 @@ def exchange_and_lose_a_peer(world: World) -> SeenExchanges:
         if not bool((rooms[world.rank] == number).all()):
             wrong.append(number)
     if world.rank == 1:
-        return SeenExchanges(wrong, "", "", [])
+        return SeenExchanges(wrong, "", "", [], unallocated)
     arena.patience = LOOKS
     arena.require_peers()
     arena.exchange("tokens")  # gives up, and says so later
@@ -62,7 +77,7 @@ def exchange_and_lose_a_peer(world: World) -> SeenExchanges:
     with pytest.raises(RunFailure) as again:
         arena.exchange("results")
     numbers = memory.words[0].tolist()
-    return SeenExchanges(wrong, str(lost.value), str(again.value), numbers)
+    return SeenExchanges(wrong, str(lost.value), str(again.value), numbers, unallocated)
 
 
 @cache
@@ -79,3 +94,9 @@ def test_a_kernel_that_gives_up_names_the_rank_and_the_exchange():
     assert seen.message.startswith(f"rank 1 gave no signal of exchange {EXCHANGES + 1} over ep within 40 s")
     assert seen.again == seen.message
     assert seen.numbers == [EXCHANGES + 1, EXCHANGES, EXCHANGES + 1, 1]
+
+
+def test_all_ranks_say_which_one_has_no_memory():
+    for seen in on_two():
+        assert seen.unallocated.startswith("rank 1 cannot share ")
+        assert "(out of memory)" in seen.unallocated
