@@ -28,7 +28,7 @@ from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.measure_links import measure_links
-from moefold.dispatch.price import cheapest_dispatcher, tokens_per_rank
+from moefold.dispatch.price import bounded_rows, cheapest_dispatcher, tokens_per_rank
 from moefold.dispatch.symmetric import (
     ArenaDispatcher,
     BoundedRoom,
@@ -73,7 +73,7 @@ def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
 class DispatchSetting:
     """Arguments of a builder: the run's ranks and kernels, the placement of experts, and the rows to be sent. `tokens`
     that a rank sends at a time in training, `choices` of a token at most. `patience`: seconds to wait for a rank.
-    `room`: rows of a rank over their mean that there is memory for; 0: for all that can come."""
+    `most_rows` of a rank's experts that there is memory for; 0: for all that can come."""
 
     world: World
     kernels: BoundKernels
@@ -83,7 +83,7 @@ class DispatchSetting:
     tokens: int = 0
     choices: int = 1
     patience: float = 1800.0
-    room: float = 0.0
+    most_rows: int = 0
 
     @property
     def experts(self) -> ExpertPlacement:
@@ -178,9 +178,8 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
             f"parallel.dispatcher = symmetric needs the ranks of ep x etp on one machine, but these {ranks.size} are "
             f"on {len(nodes)}; set it to dedup or hierarchical, or lower parallel.ep"
         )
-    mean_rows = setting.tokens * setting.choices * world.etp.size
-    rows = arena_rows(setting.tokens, ranks.size, mean_rows, setting.room)
-    room = BoundedRoom(world.device) if setting.room else None
+    rows = arena_rows(setting.tokens, ranks.size, setting.most_rows)
+    room = BoundedRoom(world.device) if setting.most_rows else None
     row_bytes = row_bytes_at_most(setting.row_width, setting.dtype.itemsize, setting.choices)
     size = room_bytes(rows, ranks.size, world.ep.size, row_bytes)
     arena = make_arena(setting, size)
@@ -270,7 +269,7 @@ def build_dispatcher(
         tokens_per_rank(config),
         most_choices(moe),
         config.train.slow_timeout,
-        config.parallel.room,
+        bounded_rows(config),
     )
     dispatcher = build(setting)
     if slots:

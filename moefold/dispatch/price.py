@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from moefold.anatomy.step_specs import dispatched_width
@@ -32,8 +33,17 @@ def room_in_words(config: Config) -> str:
     tokens = tokens_per_rank(config) * ranks
     if not parallel.room:
         return f"room for all {tokens} tokens of {ranks} ranks"
-    rows = tokens_per_rank(config) * config.model.moe.top_k * parallel.etp * parallel.room
-    return f"room for {rows:.0f} rows, {parallel.room:g} x the mean; a step with more is run again by dedup"
+    rows = bounded_rows(config)
+    return f"room for {rows} rows, {parallel.room:g} x the mean; a step with more is run again by dedup"
+
+
+def bounded_rows(config: Config) -> int:
+    """Rows of its experts that a rank has room for with `parallel.room`. The mean of a token's experts is top_k, also
+    where experts choose tokens and all of them may choose the same."""
+    parallel = config.parallel
+    choices = tokens_per_rank(config) * config.model.moe.top_k
+    mean = choices * parallel.etp
+    return math.ceil(mean * parallel.room)
 
 
 def tokens_per_rank(config: Config) -> int:

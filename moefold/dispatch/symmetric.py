@@ -13,7 +13,6 @@ T tokens, K choices of a token, N rows of a room, D width, n ranks of ep, s rank
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
@@ -49,13 +48,13 @@ class ArenaRows(NamedTuple):
     choices: int | None = None
 
 
-def arena_rows(tokens: int, senders: int, mean_rows: int, room: float) -> ArenaRows:
-    """Bounds for `room` times the mean of a rank's rows; 0: for all that can come."""
+def arena_rows(tokens: int, senders: int, most_rows: int) -> ArenaRows:
+    """Bounds for `most_rows` of a rank; 0: for all that can come."""
     all_tokens = tokens * senders
-    if not room:
+    if not most_rows:
         return ArenaRows(tokens, all_tokens)
-    choices = math.ceil(mean_rows * room)
-    return ArenaRows(tokens, min(all_tokens, choices), choices)
+    arriving = min(all_tokens, most_rows)
+    return ArenaRows(tokens, arriving, most_rows)
 
 
 class BoundedRoom:

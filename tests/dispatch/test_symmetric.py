@@ -14,7 +14,10 @@ from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
 from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
+from moefold.dispatch.price import room_in_words
+from moefold.dispatch.symmetric import SymmetricDispatcher, SymmetricHop
 from moefold.layout.axes import World, create_world
+from moefold.presets.recipe import resolve_recipe
 from tests.dispatch.test_dispatchers import BINDINGS, EXPERTS, INNER, ROUTINGS, TOKENS, VALUES, WIDTH, numbers, through
 from tests.support.host_waits import counted_waits
 from tests.support.ranks import run_ranks
@@ -24,6 +27,15 @@ LAYOUTS = {"ep 2": (2, {"ep": 2}), "ep 2, etp 2": (4, {"ep": 2, "etp": 2}), "ep 
 SILENT = "a rank without tokens"
 CASES = [*ROUTINGS, SILENT]
 FEW_CASES = ["random", "all to one", "empty experts", SILENT]  # on eight ranks, and in fp32
+EXPERTS_CHOOSE = [
+    "--train.precision=fp32",
+    "--model.moe.router.kind=expert_choice",
+    "--model.moe.router.looks_ahead=true",
+    "--model.moe.balance.bias_rate=0",
+    "--parallel.ep=2",
+    "--parallel.dispatcher=symmetric",
+    "--parallel.room=1.5",
+]
 TOLERANCES = {"fp64": 1e-13, "fp32": 1e-6}
 
 
@@ -132,8 +144,33 @@ def refusals(world: World) -> list[str]:
     return [str(too_many.value), str(several_nodes.value)]
 
 
+def bounds_where_experts_choose(world: World) -> tuple[int, int | None, str]:
+    """Rows that a run with experts that choose has room for, and what is said of them."""
+    config = resolve_recipe("tiny", EXPERTS_CHOOSE, world.size)
+    dispatcher = build_dispatcher(config, KERNELS, world)
+    assert isinstance(dispatcher, SymmetricDispatcher)
+    (hop,) = dispatcher.direct.hops
+    assert isinstance(hop, SymmetricHop)
+    return hop.rows.arriving, hop.rows.choices, room_in_words(config)
+
+
+def refusals_and_bounds(world: World):
+    return refusals(world), bounds_where_experts_choose(world)
+
+
+@cache
+def on_two():
+    return run_ranks(refusals_and_bounds, 2, ep=2)
+
+
+def test_where_experts_choose_rows_are_bounded_by_the_mean_as_is_said():
+    for _, (arriving, choices, words) in on_two():
+        assert (arriving, choices) == (1024, 1536)  # 512 tokens a rank, of 2 experts in the mean
+        assert words.startswith("room for 1536 rows, 1.5 x the mean")
+
+
 def test_what_has_no_room_is_refused():
-    for too_many, several_nodes in run_ranks(refusals, 2, ep=2):
+    for (too_many, several_nodes), _ in on_two():
         assert "has room for 12 tokens of a rank" in too_many
         assert "a rank sends 13" in too_many
         assert "on one machine, but these 2 are on 2" in several_nodes
