@@ -112,9 +112,7 @@ class SymmetricHop:
         leg = SymmetricLeg(slots_Tn.repeat_interleave(self.etp, dim=1))
         arrived_n, choices_n = counts_s2n.sum(0)
         weights_NK, sent_NK = SendChoices.apply(weights_TK, ids_TK, self, leg)  # pyright: ignore[reportGeneralTypeIssues]
-        row_N = torch.arange(self.rows.arriving, device=ids_TK.device)
-        has_arrived_N1 = (row_N < arrived_n[self.rank])[:, None]
-        ids_NK = torch.where(has_arrived_N1, sent_NK, -1)
+        ids_NK = self.arrived_ids(sent_NK, arrived_n[self.rank])
         most_choices = self.rows.arriving * min(k, self.experts.held)
         if self.room is not None and self.rows.choices is not None:
             most_choices = min(most_choices, self.rows.choices)
@@ -123,6 +121,17 @@ class SymmetricHop:
             ids_NK = self.keep_first(ids_NK, most_choices)
         arrivals = Routing(weights_NK, ids_NK)
         return HopPlan(leg, arrivals, choices=most_choices, empty_rows=True)
+
+    def arrived_ids(self, sent_NK: Tensor, arrived: Tensor) -> Tensor:
+        """Ids of arrived choices, -1 behind them. What a lost rank has left in a room is no id: looked up, it would end
+        the device before the host can name that rank."""
+        device = sent_NK.device
+        row_N = torch.arange(self.rows.arriving, device=device)
+        has_arrived_N = row_N < arrived
+        is_id_NK = sent_NK >= 0
+        is_id_NK &= sent_NK < self.experts.experts
+        is_id_NK &= has_arrived_N[:, None]
+        return torch.where(is_id_NK, sent_NK, -1)
 
     def keep_first(self, ids_NK: Tensor, most: int) -> Tensor:
         """So many choices of experts held here, and none behind them."""

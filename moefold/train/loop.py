@@ -316,8 +316,10 @@ class RunRecorder:
     def step_values(self, report: StepReport) -> dict[str, Any]:
         """The measurements of a finished step. A non-finite loss or gradient stops the run, or in fp16 has skipped the
         step."""
-        report.ended.wait()
-        self.run.executor.require_peers()
+        try:
+            report.ended.wait()
+        finally:  # a lost rank is the cause of what its missing tokens lead to
+            self.run.executor.require_peers()
         refuse_non_finite(self.run, report)
         balance = self.record_routing(report)
         self.record_operands(report)

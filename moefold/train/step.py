@@ -152,7 +152,11 @@ def repeat_without_bounds(run: Run, batch: Batch, outputs: StepOutputs) -> StepO
     if outputs.overflowed is None:
         return outputs
     flag = ToHost(outputs.overflowed)
-    if not flag.read():
+    try:
+        overflowed = flag.read()
+    finally:  # a lost rank is the cause of what its missing tokens lead to
+        run.executor.require_peers()
+    if not overflowed:
         return outputs
     run.row_guard.repeated_steps += 1
     with run.row_guard.lifted():

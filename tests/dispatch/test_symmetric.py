@@ -154,23 +154,40 @@ def bounds_where_experts_choose(world: World) -> tuple[int, int | None, str]:
     return hop.rows.arriving, hop.rows.choices, room_in_words(config)
 
 
-def refusals_and_bounds(world: World):
-    return refusals(world), bounds_where_experts_choose(world)
+def ids_left_by_a_lost_rank(world: World) -> list[list[int]]:
+    """What is taken for ids of a room that was not written, by counts that were not either."""
+    dispatcher = build("symmetric", world, "fp64")
+    assert isinstance(dispatcher, SymmetricDispatcher)
+    (hop,) = dispatcher.direct.hops
+    assert isinstance(hop, SymmetricHop)
+    left = torch.full((hop.rows.arriving, 3), 2**40)
+    left[0] = torch.tensor([-(2**40), EXPERTS - 1, EXPERTS])
+    return hop.arrived_ids(left, torch.tensor(2**40)).tolist()
+
+
+def all_of_two(world: World):
+    return refusals(world), bounds_where_experts_choose(world), ids_left_by_a_lost_rank(world)
 
 
 @cache
 def on_two():
-    return run_ranks(refusals_and_bounds, 2, ep=2)
+    return run_ranks(all_of_two, 2, ep=2)
 
 
 def test_where_experts_choose_rows_are_bounded_by_the_mean_as_is_said():
-    for _, (arriving, choices, words) in on_two():
+    for _, (arriving, choices, words), _ in on_two():
         assert (arriving, choices) == (1024, 1536)  # 512 tokens a rank, of 2 experts in the mean
         assert words.startswith("room for 1536 rows, 1.5 x the mean")
 
 
+def test_what_a_lost_rank_left_chooses_no_expert_that_there_is_not():
+    for *_, (first, *others) in on_two():
+        assert first == [-1, EXPERTS - 1, -1]
+        assert others == [[-1] * 3] * len(others)
+
+
 def test_what_has_no_room_is_refused():
-    for (too_many, several_nodes), _ in on_two():
+    for (too_many, several_nodes), *_ in on_two():
         assert "has room for 12 tokens of a rank" in too_many
         assert "a rank sends 13" in too_many
         assert "on one machine, but these 2 are on 2" in several_nodes
