@@ -6,8 +6,9 @@ words of pinned memory, which the kernel writes: the host looks at them in every
     waiting kernel    gives up by the device's clock -> names the rank in pinned memory; later exchanges do not wait
     host              sees the name with the next exchange or report, and fails
 
-Exchanges of an arena are issued on one stream: the room of an exchange is free once the one before it has been waited
-for there.
+Exchanges of an arena are issued on one stream, or on streams that wait for each other (those of the two lanes, where a
+paired pass computes layers again): the room of an exchange is free once the one before it has been waited for there.
+This is up to the caller, and not checked here.
 """
 
 from __future__ import annotations
