@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moefold.comm.arena import SharedArena
+from moefold.comm.arena import Arena, SharedArena
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import World
 from tests.support.ranks import run_ranks
@@ -22,17 +22,21 @@ PATIENCE = 0.3
 
 
 def exchange_often(world: World) -> list[int]:
+    arena = SharedArena(world.ep, 64, patience=60.0)
+    return wrong_exchanges(arena, world, EXCHANGES, pause=1e-4)
+
+
+def wrong_exchanges(arena: Arena, world: World, exchanges: int, pause: float) -> list[int]:
     """The numbers of exchanges in which a rank did not find what the others had written for it. Every rank writes the
     number of the exchange to all rooms, as fast as it can and each at a pace of its own."""
-    arena = SharedArena(world.ep, 64, patience=60.0)
     wrong = []
-    for number in range(EXCHANGES):
+    for number in range(exchanges):
         rooms = arena.rooms(world.size, 2, torch.int64)
         for room in rooms:
             room[world.rank] = number
         arena.exchange("numbers")
         if (number + world.rank) % 3 == 0:
-            time.sleep(1e-4)
+            time.sleep(pause)
         if not bool((rooms[world.rank] == number).all()):
             wrong.append(number)
     return wrong

@@ -3,7 +3,6 @@ ranks on a GPU are in test_symmetric_on_gpu.py."""
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from moefold.comm.arena import open_shared_memory
 from moefold.config.errors import RunFailure, UserError
 from moefold.dispatch.device_arena import DeviceArena, PeerMemory, part_sizes, succeed_together
 from moefold.layout.axes import Axis, World
+from tests.comm.test_arena import wrong_exchanges
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
@@ -53,20 +53,11 @@ def message_of_failed_allocation(axis: Axis) -> str:
 
 
 def exchange_and_lose_a_peer(world: World) -> SeenExchanges:
-    """Every rank writes the number of the exchange to all rooms, at a pace of its own; then rank 1 stays away."""
+    """Exchanges of all ranks; then rank 1 stays away."""
     unallocated = message_of_failed_allocation(world.ep)
     memory = host_memory(world.ep)
     arena = DeviceArena(world.ep, memory, patience=1e6)
-    wrong = []
-    for number in range(EXCHANGES):
-        rooms = arena.rooms(world.size, 2, torch.int64)
-        for room in rooms:
-            room[world.rank] = number
-        arena.exchange("numbers")
-        if (number + world.rank) % 3 == 0:
-            time.sleep(1e-3)
-        if not bool((rooms[world.rank] == number).all()):
-            wrong.append(number)
+    wrong = wrong_exchanges(arena, world, EXCHANGES, pause=1e-3)
     if world.rank == 1:
         return SeenExchanges(wrong, "", "", [], unallocated)
     arena.patience = LOOKS

@@ -28,6 +28,7 @@ from moefold.kernels.routing.expert_rows import gather_rows
 from moefold.layout.axes import World
 from moefold.layout.dtypes import DTYPES
 from tests.dispatch.test_dispatchers import VALUES, liked
+from tests.dispatch.test_symmetric import require_local_values
 from tests.support.ranks import run_device_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -196,9 +197,7 @@ def test_it_gives_what_the_local_one_gives_twice_and_the_host_waits_for_nothing(
     for rank, cases in enumerate(on_ranks(layout)):
         for (precision, routing), found in cases.items():
             where = f"rank {rank}, {routing} in {precision}"
-            for what, off in found["off"].items():
-                assert off <= TOLERANCES[precision] * max(1.0, found["scale"]), f"{where}: {what} off by {off}"
-            assert found["repeats"], where
+            require_local_values(found, TOLERANCES[precision], where)
 
 
 class LostPeer(NamedTuple):
