@@ -62,6 +62,7 @@ from moefold.presets.recipe import resolve_recipe
 from moefold.printable import human_readable
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
+PLAIN_MOMENTS = {"fp32", "bf16", "as_first"}  # others are in blocks
 STASH_OPS = {"push_rows", "pop_rows"}
 # of the dispatcher symmetric
 PEER_OPS = {"count_parcels", "place_parcels", "push_peer_rows", "sum_rows_into", "sum_peer_rows"}
@@ -490,6 +491,8 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
     ops = set(OPTIMIZER_OPS)
     if "muon" in rules_of_run(config):
         ops |= MUON_OPS
+    if not {config.optim.moments, config.optim.second_moment} <= PLAIN_MOMENTS:
+        ops.add("decode_moment")
     if config.optim.qk_clip:
         ops.add("largest_logit")
     if config.memory.stash != "none":

@@ -17,6 +17,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw, adamw_fused
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
+from moefold.kernels.optimizer.block_moments import decode_moment
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
 from moefold.optim.host_states import (
     Chunk,
@@ -64,6 +65,7 @@ class AdamW:
         self.moments = moment_types(optim)
         self.adamw = kernels[adamw]
         self.adamw_blocks = kernels[adamw_blocks]
+        self.decode_moment = kernels[decode_moment]
         self.states_on_host = optim.states == "host"
         self.updates_on_host = optim.update == "host"
         self.window_gib = optim.states_window_gib
@@ -80,8 +82,8 @@ class AdamW:
         wide = share.wide_dtype
         first, second = self.moments
         state: RuleState = {}
-        state["mean"] = new_moment(first, weights, wide, is_second=False)
-        state["mean_square"] = new_moment(second, weights, wide, is_second=True)
+        state["mean"] = new_moment(first, weights, wide, False, self.decode_moment)
+        state["mean_square"] = new_moment(second, weights, wide, True, self.decode_moment)
         return state
 
     def step_numbers(self, share: BucketShare, step: int, lr: float) -> StepNumbers:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.cuda import Event, Stream
 
 from moefold.anatomy.visiting_states import CHUNK_ELEMENTS, LEAST_SLOTS, slot_count
-from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK
+from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK, decode_moment
 from moefold.layout.pinned_memory import host_memory
 from moefold.optim.moments import Moment
 from moefold.shard.buckets import round_up
@@ -51,7 +51,7 @@ def moment_on_host(moment: Moment) -> Moment:
         return pinned_copy(moment)
     codes = pinned_copy(moment.codes)
     scales = pinned_copy(moment.scales)
-    return replace(moment, codes=codes, scales=scales)
+    return replace(moment, codes=codes, scales=scales, decode=decode_moment)
 
 
 def chunk_windows(size: int, chunk: int) -> list[slice]:

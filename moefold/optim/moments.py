@@ -7,6 +7,7 @@ which the same grid gets the same codes and any other type gets the nearest valu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,9 +18,11 @@ from moefold.kernels.optimizer.block_moments import (
     MOMENT_BLOCK,
     block_count,
     block_dtypes,
-    decode_blocks,
+    decode_moment,
     encode_blocks,
 )
+
+Decode = Callable[[Tensor, Tensor, Tensor, bool], None]  # the op decode_moment
 
 
 @dataclass
@@ -31,6 +34,7 @@ class BlockMoment:
     is_second: bool
     first: int
     last: int
+    decode: Decode = decode_moment
     dtype: torch.dtype = torch.float32
 
     def __len__(self) -> int:
@@ -72,7 +76,8 @@ class BlockMoment:
         end = last_block * MOMENT_BLOCK
         codes = self.codes[begin:end]
         scales = self.scales[first_block:last_block]
-        values = decode_blocks(codes, scales, self.is_second)
+        values = torch.empty_like(codes, dtype=self.dtype)
+        self.decode(values, codes, scales, self.is_second)
         return begin, values
 
 
@@ -86,7 +91,7 @@ class CodesAndScales(NamedTuple):
     scales: Tensor | None
 
 
-def new_moment(name: str, like: Tensor, wide: torch.dtype, is_second: bool) -> Moment:
+def new_moment(name: str, like: Tensor, wide: torch.dtype, is_second: bool, decode: Decode = decode_moment) -> Moment:
     """A moment of zeros for a value of `optim.moments`. `wide`: the dtype that `fp32` stands for."""
     size = len(like)
     dtypes = block_dtypes(name)
@@ -96,7 +101,7 @@ def new_moment(name: str, like: Tensor, wide: torch.dtype, is_second: bool) -> M
     codes = torch.zeros_like(like, dtype=dtypes[is_second])
     blocks = block_count(size)
     scales = like.new_zeros(blocks, dtype=torch.float32)
-    return BlockMoment(codes, scales, is_second, 0, size)
+    return BlockMoment(codes, scales, is_second, 0, size, decode)
 
 
 def codes_and_scales(moment: Moment, window: slice) -> CodesAndScales:

@@ -235,7 +235,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
-RARE |= {"token_losses"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS
+RARE |= {"token_losses", "decode_moment"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
@@ -253,6 +253,7 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     assert set(explained("tiny", *nvfp4, "--precision.hadamard", "false")["kernels"]) == untransformed
     clipped = ["--optim.rule", "muon", "--optim.qk_clip", "100", "--model.attention.qk_norm", "none"]
     assert set(explained("tiny", *clipped)["kernels"]) == (USED | MUON) - {"norm_rope", "rmsnorm"}
+    assert set(explained("tiny", "--optim.second_moment", "int8")["kernels"]) == USED | {"decode_moment"}
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
     assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")

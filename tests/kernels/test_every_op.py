@@ -763,6 +763,12 @@ def plain_add_squares(total, *flats):
     return total + math.fsum(dot(x, x) for x in flats), *flats
 
 
+def plain_decode_moment(values, codes, scales, is_second):
+    levels = 255 if is_second else 127
+    decoded = [math.copysign((c / levels) ** 4, c) * scales[i // 128] for i, c in enumerate(codes)]
+    return [x * x for x in decoded] if is_second else decoded, scales
+
+
 def plain_largest_logit(q, k, scale, window, begins):
     scale = scale or len(q[0][0][0]) ** -0.5
     heads, group = len(q[0][0]), len(q[0][0]) // len(k[0][0])

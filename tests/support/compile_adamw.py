@@ -41,6 +41,9 @@ def update_kernels() -> Iterator[tuple[str, str]]:
     yield "fp32 and int8 moments", compile_for_hopper(tiles, mixed, constants, WARPS)
     fp8 = TYPES | {"mean": "*fp8e4nv", "square": "*fp8e4nv"}
     yield "fp8 moments, no main weights", compile_for_hopper(tiles, fp8, modes() | BLOCKS, WARPS)
+    decode = optimizer_triton.decode_moment_kernel
+    types = TYPES | {"values": "*fp32", "codes": "*u8", "scales": "*fp32"}
+    yield "decoded moment", compile_for_hopper(decode, types, BLOCKS | {"SECOND": True}, WARPS)
     copies = adamw_blocks_triton.adamw_blocks_kernel
     types = WEIGHT_TYPES | TYPES | PLAIN | {"updated": "*bf16"}
     constants = SCALE_CONSTANTS | modes(copy=True) | {"ROUND": False, "ROWS": adamw_blocks_triton.ROWS}

@@ -38,6 +38,14 @@ CHOICES: Choices = {
             "fused", fused_adamw_runs, "fp32 moments and main weights", "one pass over weights, gradients and moments"
         ),
     ),
+    "decode_moment": (
+        Choice(
+            "triton",
+            triton_computes,
+            "cuda with Triton, fp32 or bf16",
+            "one pass, so that a checkpoint's copy of moments in blocks takes no time from a step",
+        ),
+    ),
     "add_squares": (
         Choice(
             "triton",

@@ -155,6 +155,30 @@ def with_sign_of(magnitude, x):
 
 
 @triton.jit
+def decode_moment_kernel(values, codes, scales, n, SECOND: constexpr, BLOCKS: constexpr, BLOCK: constexpr):
+    """fp32 values of a moment in codes, in the order of products of `decode_blocks`: the largest of a block is its
+    scale to the bit, so that values are encoded as the same codes."""
+    block = wide_program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = i < n
+    scale = load_or_zero(scales + block, block * BLOCK < n)
+    kind: constexpr = codes.dtype.element_ty
+    if kind == tl.int8 or kind == tl.uint8:
+        INVERSE: constexpr = 1 / 127 if kind == tl.int8 else 1 / 255
+        fourth_root = load_bits(codes, i, there).to(tl.float32) * INVERSE
+        square = fourth_root * fourth_root
+        value = with_sign_of(square * square, fourth_root)
+    elif kind == tl.float8e4nv:
+        value = tl.load(codes + i, mask=there, other=0.0).to(tl.float32) * INVERSE_FP8
+    else:
+        value = load_fp32(codes, i, there)
+    value *= scale[:, None]
+    if SECOND:
+        value *= value
+    tl.store(values + i, value, mask=there)
+
+
+@triton.jit
 def store_codes(moment, scales, x, i, block, there, SECOND: constexpr):
     """Store the first moment, or the root of the second, as codes with new scales."""
     kind: constexpr = moment.dtype.element_ty
@@ -387,6 +411,13 @@ def numbers_of_options(options) -> tuple[float, float, float]:
 def modes_of_state(main, weights, options) -> dict[str, bool]:
     split = main.dtype == torch.int16
     return {"SPLIT": split, "COPY": weights is not None, "STOCHASTIC": options.stochastic}
+
+
+def launch_decode_moment(values: Tensor, codes: Tensor, scales: Tensor, is_second: bool) -> None:
+    n = len(codes)
+    programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * MOMENT_BLOCK)
+    if programs:
+        decode_moment_kernel[(programs,)](values, codes, scales, n, is_second, BLOCKS_PER_PROGRAM, MOMENT_BLOCK)
 
 
 def launch_add_squares(total: Tensor, *flats: Tensor) -> None:

@@ -17,7 +17,7 @@ from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.kernels.optimizer.add_squares import add_squares
-from moefold.kernels.optimizer.block_moments import BlockCodes, block_dtypes, encode_blocks
+from moefold.kernels.optimizer.block_moments import CODE_DTYPES, BlockCodes, block_dtypes, decode_moment, encode_blocks
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.quantise.fp8 import ScaleRule
 from moefold.kernels.quantise.quantise_weight import quantise_weight
@@ -38,6 +38,22 @@ def state(form: str, moments: torch.dtype, gradients: torch.dtype, n: int) -> li
     weights = None if form == "own" else round_to_nearest(main, torch.bfloat16)
     kept = lower_16_bits(main) if form == "split" else main
     return [kept, g.to(gradients), m.to(moments), v.square().to(moments), weights]
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize("name", CODE_DTYPES)
+def test_decoded_moments_are_those_of_the_reference_to_the_bit(name, is_second, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    codes, scales = encode_blocks(x.square() if is_second else x, CODE_DTYPES[name][is_second], is_second)
+    mine, theirs = torch.empty_like(x), torch.empty_like(x)
+    optimizer_triton.launch_decode_moment(mine, codes, scales, is_second)
+    decode_moment(theirs, codes, scales, is_second)
+    assert torch.equal(mine, theirs)
+    again = encode_blocks(mine, codes.dtype, is_second)
+    assert torch.equal(again.codes.float(), codes.float())
+    assert torch.equal(again.scales, scales)
 
 
 @pytest.mark.parametrize("form", ["own", "copy", "split"])
