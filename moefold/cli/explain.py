@@ -76,7 +76,7 @@ FP8_STORAGE_OPS = {"share_maxima", "cast_share", "transpose_values"}  # added by
 FP8_PRODUCT_OPS = {"fp8_product", "fp8_weight_product", "adamw_blocks"}
 MICRO_OPS = {  # added by recipes that are emulated
     "mxfp8": {"quantise_mx", "dequantise_mx"},
-    "nvfp4": {"quantise_nv", "dequantise_nv", "line_maxima", "hadamard_blocks"},
+    "nvfp4": {"quantise_nv", "round_nv", "dequantise_nv", "line_maxima", "hadamard_blocks", "scale_lines"},
 }
 EVERY_MICRO_OP = MICRO_OPS["mxfp8"] | MICRO_OPS["nvfp4"]
 FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS - EVERY_MICRO_OP  # added by FP8 recipes

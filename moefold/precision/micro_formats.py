@@ -19,18 +19,24 @@ from moefold.kernels.quantise.hadamard_blocks import hadamard_blocks
 from moefold.kernels.quantise.line_maxima import line_maxima
 from moefold.kernels.quantise.mx_blocks import dequantise_mx, quantise_mx
 from moefold.kernels.quantise.mxfp8 import ScaleRounding
-from moefold.kernels.quantise.nv_blocks import dequantise_nv, quantise_nv
+from moefold.kernels.quantise.nv_blocks import dequantise_nv, quantise_nv, round_nv
 from moefold.kernels.quantise.nvfp4 import encode_scale
 from moefold.kernels.quantise.row_blocks import largest_by_expert, rows_to_blocks
 from moefold.layout.counter_random import RandomCounters
 
 
 class MicroMatrix(NamedTuple):
-    """Values with the scales of their blocks. `encode`: by what all values were multiplied; None: by nothing."""
+    """Values with the scales of their blocks; `scales` None: these are applied. `encode`: by what all values were
+    multiplied; None: by nothing."""
 
     values: Tensor
-    scales: Tensor
+    scales: Tensor | None
     encode: Tensor | None = None
+
+    @property
+    def block_scales(self) -> Tensor:
+        assert self.scales is not None, "the scales of this operand are applied"
+        return self.scales
 
 
 class MicroSource(NamedTuple):
@@ -49,7 +55,7 @@ class MicroFormat(Protocol):
     rounds_stochastically: bool
 
     def rows(self, source: MicroSource) -> MicroMatrix:
-        """Blocks along each row. `encode`: (R, 1)."""
+        """Blocks along each row, for the product that comes next. `encode`: (R, 1)."""
         ...
 
     def columns(self, source: MicroSource) -> MicroMatrix:
@@ -89,8 +95,7 @@ class Mxfp8:
         return MicroMatrix(*self.quantise_blocks(padded, self.rounding, self.has_squares))
 
     def exact_values(self, matrix: MicroMatrix, dtype: torch.dtype, transposed: bool = False) -> Tensor:
-        values, scales, _ = matrix
-        return self.dequantise(values, scales, dtype, transposed)
+        return self.dequantise(matrix.values, matrix.block_scales, dtype, transposed)
 
 
 class Nvfp4Format:
@@ -100,7 +105,9 @@ class Nvfp4Format:
     block = NV_BLOCK
 
     def __init__(self, options: PrecisionConfig, kernels: BoundKernels):
+        self.is_emulated = not kernels.facts.multiplies_micro_formats
         self.quantise = kernels[quantise_nv]
+        self.round = kernels[round_nv]
         self.dequantise = kernels[dequantise_nv]
         self.transform = kernels[hadamard_blocks]
         self.line_maxima = kernels[line_maxima]
@@ -109,11 +116,16 @@ class Nvfp4Format:
         self.has_squares = squares_in_use("nvfp4", options.weight_blocks)
 
     def rows(self, source: MicroSource) -> MicroMatrix:
-        amax_E = self.largest_of_experts(source)
+        amax_R = self.line_maxima(source.values)
+        amax_E = largest_by_expert(amax_R, source.expert, source.experts)
         padded_amax_E = pad(amax_E, (0, 1))  # of rows without an expert: zero
         amax_R = padded_amax_E[source.expert]
         amax_R1 = amax_R[:, None]
         padded_RD = pad_width(source.values, self.block)
+        if self.is_emulated:
+            dtype = exact_dtype(padded_RD)
+            values_RD = self.round(padded_RD, amax_R1, dtype, source.random)
+            return MicroMatrix(values_RD, None, encode_scale(amax_R1))
         quantised = self.quantise(padded_RD, amax_R1, source.random)
         return MicroMatrix(*quantised)
 
@@ -121,11 +133,12 @@ class Nvfp4Format:
         places_P = source.source_P
         assert places_P is not None, "a column copy is made of blocks of rows"
         if self.transforms:
-            x_BDK = self.transform(source.values, places_P)
+            x_BDK, amax_B = self.transform(source.values, places_P)
         else:
             x_BDK = rows_to_blocks(source.values, places_P, self.block)
-        source = source._replace(values=x_BDK)
-        amax_E = self.largest_of_experts(source)
+            lines = without_gaps(x_BDK).flatten(1)
+            amax_B = self.line_maxima(lines)
+        amax_E = largest_by_expert(amax_B, source.expert, source.experts)
         amax_E11 = amax_E[:, None, None]
         amax_B11 = amax_E11[source.expert]
         quantised = self.quantise(x_BDK, amax_B11, source.random)
@@ -140,14 +153,6 @@ class Nvfp4Format:
         amax_11 = self.largest_of_matrices(w)
         return MicroMatrix(*self.quantise(padded, amax_11, None, self.has_squares))
 
-    def largest_of_experts(self, source: MicroSource) -> Tensor:
-        """The largest magnitude of each expert, (E,)."""
-        lines = source.values
-        if lines.dim() > 2:
-            lines = without_gaps(lines).flatten(1)
-        amax = self.line_maxima(lines)
-        return largest_by_expert(amax, source.expert, source.experts)
-
     def largest_of_matrices(self, w: Tensor) -> Tensor:
         """(..., 1, 1)."""
         matrices = without_gaps(w)
@@ -157,8 +162,14 @@ class Nvfp4Format:
         return of_lines.amax(-2, keepdim=True)
 
     def exact_values(self, matrix: MicroMatrix, dtype: torch.dtype, transposed: bool = False) -> Tensor:
-        packed, scales, _ = matrix
-        return self.dequantise(packed, scales, dtype, transposed)
+        if matrix.scales is None:
+            return matrix.values
+        return self.dequantise(matrix.values, matrix.scales, dtype, transposed)
+
+
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """The type in which emulated products multiply."""
+    return torch.bfloat16 if x.is_cuda else torch.float32
 
 
 def without_gaps(x: Tensor) -> Tensor:
@@ -173,14 +184,14 @@ def pad_width(x: Tensor, block: int) -> Tensor:
     """Zeros behind each row, up to a multiple of a block."""
     width = x.shape[-1]
     missing = -width % block
-    return pad(x, (0, missing))
+    return pad(x, (0, missing)) if missing else x  # no padding is a copy too
 
 
 def pad_height(w: Tensor, block: int) -> Tensor:
     """Rows of zeros behind the last, up to a multiple of a block."""
     height = w.shape[-2]
     missing = -height % block
-    return pad(w, (0, 0, 0, missing))
+    return pad(w, (0, 0, 0, missing)) if missing else w
 
 
 MICRO_FORMATS = {"mxfp8": Mxfp8, "nvfp4": Nvfp4Format}

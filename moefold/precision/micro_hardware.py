@@ -25,7 +25,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.quantise.row_blocks import row_blocks
 from moefold.kernels.quantise.scale_swizzle import TILE_ROWS, swizzle_scales
 from moefold.precision.micro_formats import MicroFormat, MicroMatrix
-from moefold.precision.micro_products import MicroOperand, MicroProducts, WeightMatrix, scaled_gradient, scaled_rows
+from moefold.precision.micro_products import MicroOperand, MicroProducts, WeightMatrix
 
 ScaledProduct = Callable[..., Tensor]  # as torch.nn.functional.scaled_mm
 
@@ -78,7 +78,7 @@ class HardwareProducts(MicroProducts):
             y_RN = self.multiply_groups(left, right, a.ends_E)
         else:
             y_RN = self.multiply_lines(left, right)
-        return scaled_rows(y_RN, a, b)
+        return self.scaled_rows(y_RN, a, b)
 
     def weight(self, dy: MicroOperand, x: MicroOperand, weight: Tensor) -> Tensor | None:
         if weight.dim() == 3 or len(x.columns.values) == 0:
@@ -86,7 +86,7 @@ class HardwareProducts(MicroProducts):
         left = lines_of_columns(dy.columns)
         right = lines_of_columns(x.columns)
         dw_ND = self.multiply_lines(left, right)
-        return scaled_gradient(dw_ND[None], dy.columns, x.columns, weight)
+        return self.scaled_gradient(dw_ND[None], dy.columns, x.columns, weight)
 
     def multiply_lines(self, left: LineBlocks, right: LineBlocks) -> Tensor:
         """(R, N) of lines (R, K) and (N, K), bf16."""
@@ -112,7 +112,7 @@ class HardwareProducts(MicroProducts):
 def lines_of_matrix(matrix: MicroMatrix, lines: int | None = None) -> LineBlocks:
     """The first lines of a matrix, or of each; a scale of a square is one of each of its lines."""
     values = matrix.values
-    scales = matrix.scales.view(torch.uint8)
+    scales = matrix.block_scales.view(torch.uint8)
     height = values.shape[-2] // scales.shape[-2]
     of_lines = scales.repeat_interleave(height, -2)
     kept_values = values[..., :lines, :].contiguous()
@@ -123,7 +123,7 @@ def lines_of_matrix(matrix: MicroMatrix, lines: int | None = None) -> LineBlocks
 def lines_of_columns(columns: MicroMatrix) -> LineBlocks:
     """Of blocks (B, D, K): a line for each of D, blocks one after the other."""
     values_DBK = columns.values.transpose(0, 1)
-    scales = columns.scales.view(torch.uint8)
+    scales = columns.block_scales.view(torch.uint8)
     scales_DB1 = scales.transpose(0, 1)
     return LineBlocks(values_DBK.flatten(1).contiguous(), scales_DB1.flatten(1).contiguous())
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.quantise.row_blocks import blocks_to_rows, expert_of_rows
-from moefold.precision.micro_formats import MicroFormat, MicroMatrix, decode_factor
+from moefold.kernels.quantise.scale_lines import scale_lines
+from moefold.precision.micro_formats import MicroFormat, MicroMatrix, decode_factor, exact_dtype
 
 
 class MicroOperand(NamedTuple):
@@ -52,6 +52,7 @@ class MicroProducts:
         self.format = format
         self.multiply_rows = kernels[grouped_gemm]
         self.multiply_columns = kernels[grouped_gemm_weight]
+        self.scale_lines = kernels[scale_lines]
 
     def forward(self, x: MicroOperand, w: MicroWeight, bias: Tensor | None) -> Tensor:
         y_RN = self.product(x, w.forward)
@@ -79,7 +80,7 @@ class MicroProducts:
             left = a_RK.contiguous()
             right = b_NK.contiguous()
             y_RN = self.multiply_rows(left, right, a.ends_E)
-        return scaled_rows(y_RN, a, b)
+        return self.scaled_rows(y_RN, a, b)
 
     def weight(self, dy: MicroOperand, x: MicroOperand, weight: Tensor) -> Tensor | None:
         dy_PN = self.padded_rows(dy)
@@ -91,7 +92,7 @@ class MicroProducts:
             left = dy_PN.contiguous()
             right = x_PD.contiguous()
             dw_END = self.multiply_columns(left, right, x.padded_ends_E)
-        return scaled_gradient(dw_END, dy.columns, x.columns, weight)
+        return self.scaled_gradient(dw_END, dy.columns, x.columns, weight)
 
     def padded_rows(self, operand: MicroOperand) -> Tensor:
         """Rows of the column copy."""
@@ -99,35 +100,33 @@ class MicroProducts:
         return blocks_to_rows(values_BDK)
 
     def values(self, matrix: MicroMatrix, transposed: bool = False) -> Tensor:
-        dtype = torch.bfloat16 if matrix.values.is_cuda else torch.float32
+        dtype = exact_dtype(matrix.values)
         return self.format.exact_values(matrix, dtype, transposed)
 
+    def scaled_rows(self, y_RN: Tensor, a: MicroOperand, b: WeightMatrix) -> Tensor:
+        """Finished sums times the scales of whole matrices, in the type of the sums."""
+        assert a.rows is not None, "an operand of the weight gradient alone"
+        if a.rows.encode is None:  # then the weight has none either
+            return y_RN
+        device = y_RN.device
+        of_rows = decode_factor(a.rows.encode, device)
+        of_weight = decode_factor(b.matrix.encode, device)
+        if b.matrix.values.dim() == 3:
+            expert_R = expert_of_rows(a.ends_E, len(y_RN))
+            of_weight = factor_of_experts(of_weight, expert_R)
+        factor_R1 = of_rows * of_weight
+        return self.scale_lines(y_RN, factor_R1.flatten(), y_RN.dtype)
 
-def scaled_rows(y_RN: Tensor, a: MicroOperand, b: WeightMatrix) -> Tensor:
-    """Finished sums times the scales of whole matrices, in the type of the sums."""
-    assert a.rows is not None, "an operand of the weight gradient alone"
-    if a.rows.encode is None:  # then the weight has none either
-        return y_RN
-    device = y_RN.device
-    of_rows = decode_factor(a.rows.encode, device)
-    of_weight = decode_factor(b.matrix.encode, device)
-    if b.matrix.values.dim() == 3:
-        expert_R = expert_of_rows(a.ends_E, len(y_RN))
-        of_weight = factor_of_experts(of_weight, expert_R)
-    factor_R1 = of_rows * of_weight
-    out_RN = torch.empty_like(y_RN)
-    return torch.mul(y_RN, factor_R1, out=out_RN)  # in fp32, rounded once: one pass
-
-
-def scaled_gradient(dw_END: Tensor, dy: MicroMatrix, x: MicroMatrix, weight: Tensor) -> Tensor:
-    """Finished sums times the scales of whole matrices, as the gradient of `weight`."""
-    if dy.encode is None or x.encode is None:
-        return dw_END.view(weight.shape).to(weight.dtype)
-    of_dy = decode_factor(dy.encode, dw_END.device)
-    of_x = decode_factor(x.encode, dw_END.device)
-    out_END = dw_END.new_empty(dw_END.shape, dtype=weight.dtype)
-    torch.mul(dw_END, of_dy * of_x, out=out_END)
-    return out_END.view(weight.shape)
+    def scaled_gradient(self, dw_END: Tensor, dy: MicroMatrix, x: MicroMatrix, weight: Tensor) -> Tensor:
+        """Finished sums times the scales of whole matrices, as the gradient of `weight`."""
+        if dy.encode is None or x.encode is None:
+            return dw_END.view(weight.shape).to(weight.dtype)
+        of_dy = decode_factor(dy.encode, dw_END.device)
+        of_x = decode_factor(x.encode, dw_END.device)
+        factor_E = (of_dy * of_x).flatten()
+        lines = dw_END.flatten(1)
+        scaled = self.scale_lines(lines, factor_E, weight.dtype)
+        return scaled.view(weight.shape)
 
 
 def factor_of_experts(factor: Tensor, expert_R: Tensor) -> Tensor:

@@ -1230,8 +1230,19 @@ def plain_dequantise_nv(packed, scales, dtype, transposed=False):
     return [[a * b for a, b in zip(*both, strict=True)] for both in zip(lines, spread, strict=True)]
 
 
+def plain_round_nv(x, amax, dtype, random=None):
+    packed, scales, _ = plain_quantise_nv(x, amax, random)
+    numbers = [[value_of_byte(byte, "e4m3") for byte in row] for row in scales]
+    return plain_dequantise_nv(packed, numbers, dtype)
+
+
+def plain_scale_lines(x, factor, dtype):
+    return [[value * by for value in row] for row, by in zip(x, factor, strict=True)]
+
+
 def plain_hadamard_blocks(x, source):
-    return [[plain_transform(column) for column in block] for block in columns_of_blocks(x, source, 16)]
+    blocks = [[plain_transform(column) for column in block] for block in columns_of_blocks(x, source, 16)]
+    return blocks, [max(abs(rounded_to_fp32(value)) for column in block for value in column) for block in blocks]
 
 
 def plain_transform(block):

@@ -60,6 +60,7 @@ def scaled_grouped_mm(a, b, a_scales, a_scaling, b_scales, b_scaling, a_swizzle,
 
 def on_hardware(name: str, *shape: int, **options: Any):
     recipe = recipe_of(name, *shape, **options)
+    recipe.format.is_emulated = False
     recipe.products = HardwareProducts(recipe.format, KERNELS, scaled_mm, scaled_grouped_mm)
     return recipe
 

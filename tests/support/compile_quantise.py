@@ -33,6 +33,7 @@ from moefold.kernels.quantise import (
     quantise_weight_hopper,
     quantise_weight_launch,
     quantise_weight_triton,
+    scale_lines_triton,
 )
 from moefold.kernels.quantise.fp8 import BLOCK, E4M3
 from moefold.kernels.routing import peer_rows_triton, peer_signals_triton, rows_triton
@@ -110,7 +111,7 @@ def row_kernels() -> Iterator[tuple[str, str]]:
 
 
 MICRO_TYPES = {"source": "*bf16", "out": "*bf16", "encodes": FP32, "rows": "*i64", "columns": "*i64", "packed": "*u8"}
-MICRO_TYPES |= {"places": "*i64"}
+MICRO_TYPES |= {"places": "*i64", "maxima": INT32}
 TILE = {"TILE_M": 32, "TILE_N": 128, "stride_n": 1}
 ROWS_IN_BLOCKS = {"HEIGHT": 1, "stride_a": 0, "stride_m": 1}
 
@@ -128,15 +129,23 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
     yield "micro MXFP8, back", compile_for_hopper(mx.dequantise_mx_kernel, types, constants, options)
     types = MICRO_TYPES | {"scales": FP8}
     for height, random in ((1, "lines"), (1, "matrices"), (NV_BLOCK, None)):
-        constants = TILE | {"HEIGHT": height, "BLOCK": NV_BLOCK, "RANDOM": random}
+        constants = TILE | {"HEIGHT": height, "BLOCK": NV_BLOCK, "RANDOM": random, "EXACT": False}
         constants |= {} if random else {"rows": None, "columns": None}
         about = f"micro NVFP4, {height} lines, random {random}"
         yield about, compile_for_hopper(nv.quantise_nv_kernel, types, constants, options)
+    rounded = TILE | {"HEIGHT": 1, "BLOCK": NV_BLOCK, "RANDOM": "lines", "EXACT": True, "scales": None}
+    to_bf16 = types | {"packed": "*bf16"}
+    yield "micro NVFP4, rounded", compile_for_hopper(nv.quantise_nv_kernel, to_bf16, rounded, options)
     yield "micro NVFP4, back", compile_for_hopper(nv.dequantise_nv_kernel, types, constants, options)
     gathered = ROWS_IN_BLOCKS | {"TILE_M": 256, "TILE_N": NV_BLOCK, "BLOCK": NV_BLOCK}
     yield "micro Hadamard", compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, gathered, options)
     types = {"x_LN": "*bf16", "maxima_L": FP32}
     yield "micro maxima", compile_for_hopper(line_maxima_triton.line_maxima_kernel, types, {"SPAN": 4096}, options)
+    types = {"x_LN": "*bf16", "factor_L": FP32, "out_LN": "*bf16"}
+    yield (
+        "micro scaled lines",
+        compile_for_hopper(scale_lines_triton.scale_lines_kernel, types, {"SPAN": 2048}, options),
+    )
 
 
 def stash_kernels() -> Iterator[tuple[str, str]]:

@@ -52,6 +52,8 @@ CHOICES: Choices = {
     "quantise_nv": (
         Choice("triton", fp8_casts_run, FP8_NEEDS, "scales and codes in one read; random numbers are not stored"),
     ),
+    "round_nv": (Choice("triton", fp8_casts_run, FP8_NEEDS, "quantised and dequantised in one pass"),),
+    "scale_lines": (Choice("triton", triton_runs, "cuda with Triton", "one pass"),),
     "dequantise_nv": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one read, exact bf16 in one write"),),
     "transpose_values": (Choice("triton", triton_runs, "cuda with Triton", "moves bytes in blocks of 128 x 128"),),
 }

@@ -3,6 +3,7 @@ results are the same bits. Imported only where Triton is."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +18,7 @@ from moefold.kernels.quantise.block_tiles_triton import (
     matrix_and_lines,
     plan_tiles,
 )
+from moefold.kernels.quantise.fp8_triton import magnitude_bits
 from moefold.kernels.tile_triton import program_block
 
 SIZE = constexpr(hadamard.HADAMARD_SIZE)
@@ -40,6 +42,7 @@ def hadamard_kernel(
     source,
     places,
     out,
+    maxima,
     M,
     N,
     stride_a,
@@ -67,13 +70,17 @@ def hadamard_kernel(
     scaled = tl.reshape(y * FACTOR, shape)
     rounded = scaled.to(out.dtype.element_ty)
     tl.store(flat_tile(out, a, m, n, M, N), rounded, mask=inside_tile(m, n, M, N))
+    # bits of magnitudes have their order, and their maximum does not depend on the order of programs
+    bits = magnitude_bits(rounded.to(tl.float32))
+    tl.atomic_max(maxima + a, tl.max(tl.max(bits, 1), 0))
 
 
-def launch_hadamard(x_RD: Tensor, source_P: Tensor) -> Tensor:
+def launch_hadamard(x_RD: Tensor, source_P: Tensor) -> tuple[Tensor, Tensor]:
     blocks = as_row_blocks(x_RD, source_P, hadamard.HADAMARD_SIZE)
     out = x_RD.new_empty(blocks.shape)
+    maxima = x_RD.new_zeros(blocks.count, dtype=torch.int32)
     if out.numel():
         plan = plan_tiles(blocks, hadamard.HADAMARD_SIZE, 1)
         launch = hadamard_kernel[plan.grid]
-        launch(x_RD, source_P, out, blocks.lines, blocks.width, *blocks.strides, **plan.constants)
-    return out
+        launch(x_RD, source_P, out, maxima, blocks.lines, blocks.width, *blocks.strides, **plan.constants)
+    return out, maxima.view(torch.float32)

@@ -7,6 +7,8 @@ has 4, so that a product has 6 of bf16's 8. The fp32 scale of a matrix is left t
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,21 @@ def quantise_nv_triton(x: Tensor, amax: Tensor, random: RandomCounters | None = 
     from moefold.kernels.quantise.nv_blocks_triton import launch_quantise_nv
 
     return launch_quantise_nv(x, amax, random, squares)
+
+
+@register_inner_op
+def round_nv(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomCounters | None = None) -> Tensor:
+    """What dequantising gives of lines (M, N) that are quantised, without bytes between: for an operand that one
+    emulated product reads at once."""
+    packed, scales, _ = quantise_nv(x, amax, random)
+    return dequantise_nv(packed, scales, dtype)
+
+
+@round_nv.register_fast("triton")
+def round_nv_triton(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomCounters | None = None) -> Tensor:
+    from moefold.kernels.quantise.nv_blocks_triton import launch_round_nv
+
+    return launch_round_nv(x, amax, dtype, random)
 
 
 @register_inner_op
@@ -66,7 +83,7 @@ def largest_of_matrices(x: Tensor) -> Tensor:
 
 
 def counters_of_case(x: Tensor) -> RandomCounters:
-    count = x[:1].numel()
+    count = prod(x.shape[1:])
     numbers = torch.arange(len(x), device=x.device)
     places = torch.arange(count, device=x.device)
     return random_counters(numbers, 7, places)
@@ -84,6 +101,15 @@ def quantise_nv_cases(draw: CaseInputs) -> Cases:
     amax = largest_of_matrices(matrices)
     yield KernelCase("squares", (matrices, amax, None, True))
     yield KernelCase("squares of the transpose", (matrices.mT, amax, None, True))
+
+
+@round_nv.register_cases
+def round_nv_cases(draw: CaseInputs) -> Cases:
+    for lines in (37, 0):
+        x = draw.normal(lines, 96)
+        amax = largest_of_matrices(x)
+        yield KernelCase(f"{lines} rows, to nearest", (x, amax, torch.float32))
+        yield KernelCase(f"{lines} rows, at random, in bf16", (x, amax, torch.bfloat16, counters_of_case(x)))
 
 
 @dequantise_nv.register_cases

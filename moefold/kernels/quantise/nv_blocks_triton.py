@@ -66,24 +66,43 @@ def random_chances(counter):
 
 
 @triton.jit
+def e2m1_steps(magnitude, from_2, from_4, chance, RANDOM: constexpr):
+    """Magnitudes up to 6, rounded, in whole steps of E2M1 as int32: half a unit, one from 2 on, two from 4 on."""
+    steps = tl.where(from_4, magnitude * 0.5, tl.where(from_2, magnitude, magnitude * 2))
+    if RANDOM:
+        below = tl.floor(steps)
+        is_up = chance < steps - below
+        return below.to(tl.int32) + is_up.to(tl.int32)
+    else:
+        shifted = steps + WHOLE_FROM
+        return (shifted - WHOLE_FROM).to(tl.int32)
+
+
+@triton.jit
 def e2m1_codes(x, chance, RANDOM: constexpr):
     """Codes of 4 bits as int32."""
     magnitude = at_most(tl.abs(x), LARGEST)
     from_2 = magnitude >= 2
     from_4 = magnitude >= 4
-    steps = tl.where(from_4, magnitude * 0.5, tl.where(from_2, magnitude, magnitude * 2))
-    if RANDOM:
-        below = tl.floor(steps)
-        is_up = chance < steps - below
-        whole = below.to(tl.int32) + is_up.to(tl.int32)
-    else:
-        shifted = steps + WHOLE_FROM
-        whole = (shifted - WHOLE_FROM).to(tl.int32)
+    whole = e2m1_steps(magnitude, from_2, from_4, chance, RANDOM)
     # 2 has the code 4, 4 the code 6
     code = whole + tl.where(from_4, 4, tl.where(from_2, 2, 0))
     code = tl.where(x == x, code, LARGEST_CODE)
     is_negative = x.to(tl.int32, bitcast=True) < 0
     return tl.where(is_negative, code + SIGN_CODE, code)
+
+
+@triton.jit
+def e2m1_rounded(x, chance, RANDOM: constexpr):
+    """The values of these codes."""
+    magnitude = at_most(tl.abs(x), LARGEST)
+    from_2 = magnitude >= 2
+    from_4 = magnitude >= 4
+    whole = e2m1_steps(magnitude, from_2, from_4, chance, RANDOM)
+    value = whole.to(tl.float32) * tl.where(from_4, 2.0, tl.where(from_2, 1.0, 0.5))
+    value = tl.where(x == x, value, LARGEST)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return magnitude_of_bits(magnitude_bits(value) | sign)
 
 
 @triton.jit
@@ -118,12 +137,14 @@ def quantise_nv_kernel(
     encode_a,
     encode_m,
     RANDOM: constexpr,
+    EXACT: constexpr,
     HEIGHT: constexpr,
     BLOCK: constexpr,
     TILE_M: constexpr,
     TILE_N: constexpr,
 ):
-    """RANDOM: None, "lines" (a random row for each line) or "matrices" (one for each matrix)."""
+    """RANDOM: None, "lines" (a random row for each line) or "matrices" (one for each matrix). EXACT: `packed` gets
+    values times scales."""
     a, m = matrix_and_lines(M, TILE_M)
     n = program_block(1, TILE_N)
     at = strided_tile(source, a, m, n, stride_a, stride_m, stride_n)
@@ -136,8 +157,9 @@ def quantise_nv_kernel(
     encode = load_scales(encode_at, i < tall)[:, None]
     blocks = in_blocks(x, TILE_M, TILE_N, HEIGHT, BLOCK)
     scale = block_scales(largest_bits(blocks), encode)
-    scale_at = flat_tile(scales, a, i, j, tall, wide)
-    tl.store(scale_at, scale, mask=inside_tile(i, j, tall, wide))
+    if not EXACT:
+        scale_at = flat_tile(scales, a, i, j, tall, wide)
+        tl.store(scale_at, scale, mask=inside_tile(i, j, tall, wide))
     # codes
     factor = block_factors(scale, encode)
     scaled = blocks * factor[:, None, :, None]
@@ -151,6 +173,12 @@ def quantise_nv_kernel(
     if RANDOM == "matrices":
         first = load_or_zero(columns + m * N, m < M)
         chance = random_chances(tl.load(rows + a) + first[:, None] + n[None, :])
+    if EXACT:
+        values = in_blocks(e2m1_rounded(y, chance, RANDOM is not None), TILE_M, TILE_N, HEIGHT, BLOCK)
+        exact = tl.reshape(values * scale.to(tl.float32)[:, None, :, None], shape)
+        out = flat_tile(packed, a, m, n, M, N)
+        tl.store(out, exact.to(packed.dtype.element_ty), mask=inside_tile(m, n, M, N))
+        return
     codes = e2m1_codes(y, chance, RANDOM is not None)
     pairs: constexpr = (TILE_M, TILE_N // 2, 2)
     low, high = tl.split(tl.reshape(codes, pairs))
@@ -212,17 +240,33 @@ def launch_quantise_nv(x: Tensor, amax: Tensor, random: RandomCounters | None, s
     packed = x.new_empty((*rest, lines, width // 2), dtype=torch.uint8)
     scales_shape = (*rest, lines // height, width // NV_BLOCK)
     scales = x.new_empty(scales_shape, dtype=E4M3.dtype)
-    if x.numel():
-        matrices = as_matrices(x)
-        of_lines = as_matrices(encode.expand(*rest, lines, 1))
-        plan = plan_tiles(matrices, NV_BLOCK, height)
-        rows, columns = (None, None) if random is None else random
-        by = None if random is None else "matrices" if rest else "lines"
-        tensors = (x, encode, rows, columns, packed, scales)
-        encode_strides = of_lines.strides[:2]
-        launch = quantise_nv_kernel[plan.grid]
-        launch(*tensors, lines, width, *matrices.strides, *encode_strides, RANDOM=by, **plan.constants)
+    launch_over_tiles(x, encode, random, packed, scales, height)
     return Nvfp4(packed, scales, encode)
+
+
+def launch_round_nv(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomCounters | None) -> Tensor:
+    encode = encode_scale(amax.float())
+    values = x.new_empty(x.shape, dtype=dtype)
+    launch_over_tiles(x, encode, random, values, None, 1)
+    return values
+
+
+def launch_over_tiles(
+    x: Tensor, encode: Tensor, random: RandomCounters | None, out: Tensor, scales: Tensor | None, height: int
+) -> None:
+    """Without `scales`, `out` gets values times scales."""
+    *rest, lines, width = x.shape
+    if x.numel() == 0:
+        return
+    matrices = as_matrices(x)
+    of_lines = as_matrices(encode.expand(*rest, lines, 1))
+    plan = plan_tiles(matrices, NV_BLOCK, height)
+    rows, columns = (None, None) if random is None else random
+    by = None if random is None else "matrices" if rest else "lines"
+    tensors = (x, encode, rows, columns, out, scales)
+    strides = (*matrices.strides, *of_lines.strides[:2])
+    launch = quantise_nv_kernel[plan.grid]
+    launch(*tensors, lines, width, *strides, RANDOM=by, EXACT=scales is None, **plan.constants)
 
 
 def launch_dequantise_nv(packed: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:

@@ -16,12 +16,13 @@ from triton.runtime import interpreter
 from moefold.kernels.quantise.hadamard_blocks import hadamard_blocks
 from moefold.kernels.quantise.line_maxima import line_maxima
 from moefold.kernels.quantise.mx_blocks import dequantise_mx, quantise_mx
-from moefold.kernels.quantise.nv_blocks import dequantise_nv, quantise_nv
+from moefold.kernels.quantise.nv_blocks import dequantise_nv, quantise_nv, round_nv
+from moefold.kernels.quantise.scale_lines import scale_lines
 from moefold.kernels.registry import KernelOp
 from tests.support.fp8_interpreter import convert_by_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPS = (line_maxima, hadamard_blocks, quantise_mx, dequantise_mx, quantise_nv, dequantise_nv)
+OPS = (line_maxima, hadamard_blocks, quantise_mx, dequantise_mx, quantise_nv, round_nv, dequantise_nv, scale_lines)
 
 
 @pytest.fixture(autouse=True)
