@@ -40,6 +40,7 @@ SIGN_CODE = constexpr(nvfp4.SIGN_CODE)
 MAGNITUDE_CODES = constexpr(nvfp4.LARGEST_CODE)  # as a mask
 RANDOM_BITS = constexpr(nvfp4.RANDOM_BITS)
 ONE_RANDOM_BIT = constexpr(2.0**-nvfp4.RANDOM_BITS)
+FROM_SMALLEST = constexpr(2.0**126)  # of the exponents of fp32 the lowest is that of E2M1
 WHOLE_FROM = constexpr(1.5 * 2.0**23)  # fp32 numbers from here on are whole: adding it rounds, ties to even
 
 
@@ -67,15 +68,16 @@ def random_chances(counter):
 
 @triton.jit
 def e2m1_steps(magnitude, from_2, from_4, chance, RANDOM: constexpr):
-    """Magnitudes up to 6, rounded, in whole steps of E2M1 as int32: half a unit, one from 2 on, two from 4 on."""
+    """Magnitudes up to 6, rounded, in whole steps of E2M1: half a unit, one from 2 on, two from 4 on. Sums alone: a GPU
+    has few units for conversions."""
     steps = tl.where(from_4, magnitude * 0.5, tl.where(from_2, magnitude, magnitude * 2))
+    shifted = steps + WHOLE_FROM
+    nearest = shifted - WHOLE_FROM
     if RANDOM:
-        below = tl.floor(steps)
-        is_up = chance < steps - below
-        return below.to(tl.int32) + is_up.to(tl.int32)
+        below = tl.where(nearest > steps, nearest - 1, nearest)
+        return tl.where(chance < steps - below, below + 1, below)
     else:
-        shifted = steps + WHOLE_FROM
-        return (shifted - WHOLE_FROM).to(tl.int32)
+        return nearest
 
 
 @triton.jit
@@ -86,10 +88,11 @@ def e2m1_codes(x, chance, RANDOM: constexpr):
     from_4 = magnitude >= 4
     whole = e2m1_steps(magnitude, from_2, from_4, chance, RANDOM)
     # 2 has the code 4, 4 the code 6
-    code = whole + tl.where(from_4, 4, tl.where(from_2, 2, 0))
-    code = tl.where(x == x, code, LARGEST_CODE)
-    is_negative = x.to(tl.int32, bitcast=True) < 0
-    return tl.where(is_negative, code + SIGN_CODE, code)
+    number = whole + tl.where(from_4, 4.0, tl.where(from_2, 2.0, 0.0))
+    lowest_bits = (number + WHOLE_FROM).to(tl.int32, bitcast=True)
+    code = tl.where(x == x, lowest_bits & MAGNITUDE_CODES, LARGEST_CODE)
+    sign = x.to(tl.uint32, bitcast=True) >> 28
+    return code | (sign.to(tl.int32) & SIGN_CODE)
 
 
 @triton.jit
@@ -99,7 +102,7 @@ def e2m1_rounded(x, chance, RANDOM: constexpr):
     from_2 = magnitude >= 2
     from_4 = magnitude >= 4
     whole = e2m1_steps(magnitude, from_2, from_4, chance, RANDOM)
-    value = whole.to(tl.float32) * tl.where(from_4, 2.0, tl.where(from_2, 1.0, 0.5))
+    value = whole * tl.where(from_4, 2.0, tl.where(from_2, 1.0, 0.5))
     value = tl.where(x == x, value, LARGEST)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     return magnitude_of_bits(magnitude_bits(value) | sign)
@@ -190,12 +193,10 @@ def quantise_nv_kernel(
 
 @triton.jit
 def e2m1_values(code):
-    """Values of codes, int32."""
-    magnitude = code & MAGNITUDE_CODES
-    doubled = tl.where(magnitude < 4, magnitude, tl.where(magnitude < 6, 2 * magnitude - 4, 4 * magnitude - 16))
-    value = doubled.to(tl.float32) * 0.5
-    sign = (code >= SIGN_CODE).to(tl.int32) << 31
-    return magnitude_of_bits(magnitude_bits(value) | sign)  # a difference would lose the sign of zero
+    """Values of codes, int32. Their bits are those of the highest in fp32: sign, exponent, one digit."""
+    magnitude = (code & MAGNITUDE_CODES) << 22
+    sign = (code & SIGN_CODE) << 28
+    return magnitude_of_bits(magnitude | sign) * FROM_SMALLEST
 
 
 @triton.jit
