@@ -33,7 +33,7 @@ from moefold.checkpoint.keeper.files import (
     keeper_name,
     start_keeper,
 )
-from moefold.checkpoint.live.background_saver import BackgroundSaver, snapshot_parts
+from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.load import find_checkpoint
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
 from moefold.comm.consensus import gather_results
@@ -162,8 +162,7 @@ class MemoryCheckpoints:
         self.saver: BackgroundSaver | None = None
         if kept is not None:
             self.saver = BackgroundSaver(kept, RetentionPolicy(last=1), run.world, print_nothing)
-            parts = snapshot_parts(run_tensors(run))
-            self.saver.prepare(parts)  # before the first step, which a save would delay by as much
+            self.saver.rehearse(run_tensors(run))  # before the first step, which a save would delay by as much
             run.before_update = partial(self.wait_for_copies, run.before_update)
 
     def is_due(self, step: int) -> bool:

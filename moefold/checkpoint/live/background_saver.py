@@ -73,11 +73,7 @@ class BackgroundSaver:
         plan, image = self.prepare(parts)
         self.step = step
         self.copied = threading.Event()
-        # The copy waits on the GPU for the work that was queued before the save.
-        ready = None
-        if self.on_gpu:
-            stream = torch.cuda.current_stream(self.world.device)
-            ready = stream.record_event()
+        ready = self.event_of_queued_work()
         save = partial(self.copy_and_write, plan, image, parts, state, ready)
         self.thread = threading.Thread(target=save, daemon=True, name="checkpoint")
         self.thread.start()
@@ -90,6 +86,20 @@ class BackgroundSaver:
             image = HostImage(plan.mine, self.world.rank, self.on_gpu)
             self.prepared = plan, image
         return self.prepared
+
+    def event_of_queued_work(self) -> Any:
+        """On a GPU, an event behind all that was queued so far, which a copy must wait for."""
+        if not self.on_gpu:
+            return None
+        stream = torch.cuda.current_stream(self.world.device)
+        return stream.record_event()
+
+    def rehearse(self, tensors: LogicalTensors) -> None:
+        """Prepare saves and copy once: kernels that make chunks are compiled then, and not while a step waits."""
+        parts = snapshot_parts(tensors)
+        _, image = self.prepare(parts)
+        if self.on_gpu:
+            copy_to_host(image, parts, self.event_of_queued_work(), self.world)
 
     def copy_and_write(self, plan: SavePlan, image: HostImage, parts: Parts, state: RunState, ready: Any) -> None:
         """The body of the thread. Its error, of any kind, is kept for the training thread to raise."""
