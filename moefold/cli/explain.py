@@ -78,8 +78,9 @@ MICRO_OPS = {  # added by recipes that are emulated
     "mxfp8": {"quantise_mx", "dequantise_mx"},
     "nvfp4": {"quantise_nv", "round_nv", "dequantise_nv", "line_maxima", "hadamard_blocks", "scale_lines"},
 }
+BASE_OPS = {"dequantise_rows"}  # added by a base in blocks
 EVERY_MICRO_OP = MICRO_OPS["mxfp8"] | MICRO_OPS["nvfp4"]
-FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS - EVERY_MICRO_OP  # added by FP8 recipes
+FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS - EVERY_MICRO_OP - BASE_OPS  # added by FP8 recipes
 FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
@@ -497,6 +498,8 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
         ops.add("largest_logit")
     if config.memory.stash != "none":
         ops |= STASH_OPS
+    if config.lora.base != "plain":
+        ops |= BASE_OPS
     if config.parallel.dispatcher == "symmetric":
         ops |= PEER_OPS
     for layer in layers:
@@ -785,7 +788,7 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
                 users[step["step"]] = None
     if op in OPTIMIZER_CHOICES:
         return ["optimizer"]
-    if op in FP8_OPS or op in EVERY_MICRO_OP:
+    if op in FP8_OPS | EVERY_MICRO_OP | BASE_OPS:
         return ["products"]
     if op in FP8_EXPERT_OPS | STASH_OPS:
         return ["experts"]

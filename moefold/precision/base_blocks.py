@@ -14,24 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from moefold.config.base_formats import WIDEST_SCALE, BaseFormat
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, rows_per_expert
 from moefold.kernels.linear.linear import DENSE_PRODUCTS
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
-from moefold.kernels.quantise.fp8 import BLOCK, E4M3, Quantised
-from moefold.kernels.quantise.mxfp4 import dequantise_mxfp4, quantise_mxfp4
-from moefold.kernels.quantise.mxfp8 import dequantise_mxfp8, quantise_mxfp8
-from moefold.kernels.quantise.nf4 import dequantise_nf4, quantise_nf4
-from moefold.kernels.quantise.nf4_double import dequantise_nf4_double, quantise_nf4_double
+from moefold.kernels.quantise.base_codecs import CODECS, dequantise_rows, quantise_rows
 from moefold.layout.declare import declared_parameters
 from moefold.layout.gradient_sink import underlying_parameter
 from moefold.layout.held_blocks import attach_fetched_blocks, attach_held_blocks, blocks_to_read
@@ -40,23 +34,8 @@ from moefold.layout.pinned_memory import host_memory
 from moefold.precision.linear import RecipeTensors
 from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
 
+Dequantise = Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]
 MOST_VALUES = 1 << 24  # of several experts, dequantised at a time
-
-
-class BlockCodec(NamedTuple):
-    """Values along the last dim to blocks, and back in fp32."""
-
-    quantise: Callable[[Tensor], Quantised]
-    dequantise: Callable[[Quantised], Tensor]
-    dtype: torch.dtype = torch.uint8  # of the values as stored
-
-
-CODECS = {
-    "fp8": BlockCodec(partial(quantise_mxfp8, block=BLOCK), partial(dequantise_mxfp8, block=BLOCK), E4M3.dtype),
-    "nf4": BlockCodec(quantise_nf4, dequantise_nf4),
-    "nf4_double": BlockCodec(quantise_nf4_double, dequantise_nf4_double),
-    "mxfp4": BlockCodec(quantise_mxfp4, dequantise_mxfp4),
-}
 
 
 @dataclass(frozen=True)
@@ -102,17 +81,12 @@ class BaseBlocks:
     def copy_(self, values: Tensor) -> None:
         rounded = values.to(self.values.device, self.dtype)
         rounded = rounded.expand(self.shape)
-        missing = -self.width % self.format.block
-        padded = pad(rounded, (0, missing))
-        quantise = CODECS[self.format.name].quantise
-        quantised = quantise(padded)
+        quantised = quantise_rows(rounded, self.format.name)
         self.values.copy_(quantised.values)
         self.scales.copy_(quantised.scales)
 
-    def dequantised(self) -> Tensor:
-        dequantise = CODECS[self.format.name].dequantise
-        wide = dequantise(Quantised(self.values, self.scales))
-        return wide[..., : self.width].to(self.dtype)
+    def dequantised(self, dequantise: Dequantise = dequantise_rows) -> Tensor:
+        return dequantise(self.values, self.scales, self.format.name, self.width, self.dtype)
 
 
 def move_to_host(weight: Tensor, blocks: BaseBlocks) -> BaseBlocks:
@@ -181,16 +155,17 @@ class BlockProducts:
 
     def __init__(self, kernels: BoundKernels, most: int = MOST_VALUES):
         self.multiply_rows = kernels[grouped_gemm]
+        self.dequantise = kernels[dequantise_rows]
         self.most = most
 
     def forward(self, x: PlainRows, w: BaseBlocks, bias: Tensor | None) -> Tensor:
         if x.ends_E is not None:
             return self.multiply_experts(x.rows, w, x.ends_E, is_data=False)
-        return DENSE_PRODUCTS.forward(Operand(x.rows), Operand(w.dequantised()), bias)
+        return DENSE_PRODUCTS.forward(Operand(x.rows), Operand(w.dequantised(self.dequantise)), bias)
 
     def data(self, dy: PlainRows, w: BaseBlocks, into: Tensor | None) -> Tensor:
         if dy.ends_E is None:
-            return DENSE_PRODUCTS.data(Operand(dy.rows), Operand(w.dequantised()), into)
+            return DENSE_PRODUCTS.data(Operand(dy.rows), Operand(w.dequantised(self.dequantise)), into)
         dx_RD = self.multiply_experts(dy.rows, w, dy.ends_E, is_data=True)
         return dx_RD if into is None else into.add_(dx_RD)
 
@@ -205,7 +180,7 @@ class BlockProducts:
         y = x.new_zeros(len(x), width)
         counts = rows_per_expert(ends_E)
         for experts, rows in expert_runs(counts, self.most // (outputs * inputs)):
-            matrices = w.select(experts).dequantised()
+            matrices = w.select(experts).dequantised(self.dequantise)
             left = x[rows].contiguous()
             right = matrices.mT if is_data else matrices
             ends = ends_E[experts] - rows.start

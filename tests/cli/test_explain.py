@@ -10,6 +10,7 @@ import pytest
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
 from moefold.cli.explain import (
+    BASE_OPS,
     EVERY_MICRO_OP,
     FP8_EXPERT_OPS,
     FP8_OPS,
@@ -235,7 +236,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
-RARE |= {"token_losses", "decode_moment"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS
+RARE |= {"token_losses", "decode_moment"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS | BASE_OPS
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
@@ -536,6 +537,7 @@ def test_a_base_in_blocks_tells_its_bytes(explained: Any, capsys: pytest.Capture
     assert base["format"] == "nf4"
     assert base["plain_bytes"] == 2 * base["weights"]
     assert base["bytes"] == base["weights"] * (4 + 16 / 64) / 8
+    assert set(found["kernels"]) == USED | BASE_OPS
     assert "lora.base = nf4" in found["kernels"]["expert_mlp"]["why"]
     assert run_command_line(["explain", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -21,6 +21,7 @@ from moefold.kernels.catalog import CATALOG
 from moefold.kernels.norm.rmsnorm import rmsnorm
 from moefold.kernels.quantise.fp8 import Quantised
 from moefold.kernels.quantise.hadamard import SIGNS
+from moefold.kernels.quantise.nf4 import NF4_NUMBERS
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.kernels.registry import KernelCase, KernelOp, float_tensors, import_every_op, map_tensors
 from moefold.kernels.routing.router_ops import router_topk
@@ -1238,6 +1239,31 @@ def plain_round_nv(x, amax, dtype, random=None):
 
 def plain_scale_lines(x, factor, dtype):
     return [[value * by for value in row] for row, by in zip(x, factor, strict=True)]
+
+
+def plain_dequantise_rows(values, scales, format, width, dtype):
+    if not values:
+        return []
+    if not is_matrix(values):
+        return [plain_dequantise_rows(*both, format, width, dtype) for both in zip(values, scales, strict=True)]
+    found = []
+    for row, of_row in zip(values, scales, strict=True):
+        block = {"fp8": 128, "mxfp4": 32}.get(format, 64)
+        if format == "fp8":
+            numbers = row
+        elif format == "mxfp4":
+            numbers = [[*E2M1, *(-value for value in E2M1)][code] for byte in row for code in (byte & 15, byte >> 4)]
+        else:
+            numbers = [rounded_to_fp32(NF4_NUMBERS[code]) for byte in row for code in (byte >> 4, byte & 15)]
+        if format in ("fp8", "mxfp4"):
+            of_row = [2.0 ** (byte - 127) for byte in of_row]
+        elif format == "nf4_double":
+            blocks = len(numbers) // 64
+            tops = struct.unpack(f"<{-(-blocks // 32)}f", bytes(of_row[blocks:]))
+            products = [rounded_to_fp32(tops[i // 32] * of_row[i]) for i in range(blocks)]
+            of_row = [rounded_to_fp32(value / 255) for value in products]
+        found.append([rounded_to_fp32(numbers[i] * of_row[i // block]) for i in range(width)])
+    return [[float(torch.tensor(x, dtype=dtype)) for x in row] for row in found]
 
 
 def plain_hadamard_blocks(x, source):

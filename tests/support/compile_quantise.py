@@ -21,9 +21,11 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK
 from moefold.kernels.experts import row_stash_triton
 from moefold.kernels.quantise import (
+    base_codecs_triton,
     gather_tiles_triton,
     hadamard_triton,
     line_maxima_triton,
@@ -148,6 +150,20 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
     )
 
 
+STORED = {"fp8": (FP8, "*u8"), "nf4": ("*u8", "*bf16"), "nf4_double": ("*u8", "*u8"), "mxfp4": ("*u8", "*u8")}
+
+
+def base_kernels() -> Iterator[tuple[str, str]]:
+    module = base_codecs_triton
+    for format, (values, scales) in STORED.items():
+        types = {"values": values, "scales": scales, "tops": FP32, "numbers": FP32, "out": "*bf16"}
+        form = BASE_FORMATS[format]
+        tile = {"TILE_ROWS": module.TILE_ROWS, "TILE_BYTES": module.TILE_BYTES}
+        constants = tile | {"FORMAT": format, "BLOCK": form.block * form.bits // 8, "GROUP": form.group}
+        constants |= {} if form.group else {"tops": None}
+        yield f"base {format}", compile_for_hopper(module.dequantise_rows_kernel, types, constants, {"num_warps": 4})
+
+
 def stash_kernels() -> Iterator[tuple[str, str]]:
     """Elements of four bytes, and of one."""
     module = row_stash_triton
@@ -198,7 +214,15 @@ def casts_stored_and_split(ptx: str) -> int:
 
 
 def main() -> None:
-    for kernels in (tile_kernels(), weight_kernels(), row_kernels(), micro_kernels(), stash_kernels(), peer_kernels()):
+    for kernels in (
+        tile_kernels(),
+        weight_kernels(),
+        row_kernels(),
+        micro_kernels(),
+        base_kernels(),
+        stash_kernels(),
+        peer_kernels(),
+    ):
         for name, ptx in kernels:
             casts = len(CAST.findall(ptx))
             torn = casts_stored_and_split(ptx)

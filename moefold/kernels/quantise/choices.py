@@ -55,5 +55,6 @@ CHOICES: Choices = {
     "round_nv": (Choice("triton", fp8_casts_run, FP8_NEEDS, "quantised and dequantised in one pass"),),
     "scale_lines": (Choice("triton", triton_runs, "cuda with Triton", "one pass"),),
     "dequantise_nv": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one read, exact bf16 in one write"),),
+    "dequantise_rows": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one launch: bytes read once, rows written once"),),
     "transpose_values": (Choice("triton", triton_runs, "cuda with Triton", "moves bytes in blocks of 128 x 128"),),
 }

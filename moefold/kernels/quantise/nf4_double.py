@@ -42,6 +42,9 @@ def dequantise_nf4_double(quantised: Quantised) -> Tensor:
     blocks = values.shape[-1] * 2 // BASE_FORMATS["nf4_double"].block
     count = -(-blocks // GROUP)
     numbers, bytes_of_tops = scales.split((blocks, count * WIDEST_SCALE), -1)
-    tops = bytes_of_tops.contiguous().view(torch.float32)
+    # A copy: the bytes of a single row may begin where no fp32 number does.
+    tops = bytes_of_tops.clone(memory_format=torch.contiguous_format).view(torch.float32)
     top_of_block = tops.repeat_interleave(GROUP, -1)[..., :blocks]
-    return dequantise_nf4(Quantised(values, top_of_block * numbers / STEPS))
+    # A tensor divides; a number would be multiplied by its reciprocal on a GPU.
+    steps = torch.full_like(tops[..., :1], STEPS)
+    return dequantise_nf4(Quantised(values, top_of_block * numbers / steps))
