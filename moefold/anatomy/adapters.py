@@ -16,6 +16,7 @@ from moefold.config.run import Config, ParallelConfig
 
 EXPERTS = "moe.experts."
 ROUTER = "moe.router"
+FUSED_RANK_MULTIPLE = 8
 ATTENTION = "attention."
 
 
@@ -138,9 +139,25 @@ def run_flops_per_token(config: Config) -> float:
 
 
 def adapted_experts(config: Config) -> str:
-    """The key that gives routed experts adapters, or weights in blocks; empty: they have none."""
-    if config.lora.base != "plain":
-        return f"lora.base = {config.lora.base}"
-    if any(is_grouped(spec.product) for spec in adapter_specs(config)):
-        return f"lora.rank = {config.lora.rank}"
+    """The key that gives routed experts adapters; empty: they have none."""
+    return f"lora.rank = {config.lora.rank}" if expert_adapters(config) else ""
+
+
+def expert_adapters(config: Config) -> list[AdapterSpec]:
+    return [spec for spec in adapter_specs(config) if is_grouped(spec.product)]
+
+
+def unfused_adapters(config: Config) -> str:
+    """The key that keeps adapters of routed experts off the fused kernel, or nothing."""
+    for spec in expert_adapters(config):
+        key = unfused_adapter(spec.rank, spec.dropout > 0)
+        if key:
+            return key
     return ""
+
+
+def unfused_adapter(rank: int, drops_inputs: bool) -> str:
+    """Fused kernels read rows of the rank, which begin at multiples of 16 bytes, and inputs as they are."""
+    if drops_inputs:
+        return "lora.dropout"
+    return "" if rank % FUSED_RANK_MULTIPLE == 0 else f"lora.rank = {rank}"

@@ -150,7 +150,9 @@ def has_delayed_scales(spec: RecipeSpec, precision: PrecisionConfig) -> bool:
 
 
 def experts_recipe(config: Config) -> str:
-    """The recipe of routed experts; where layers differ, the first that is not plain."""
+    """The recipe of routed experts; where layers differ, the first that is not plain. A base in blocks is one."""
+    if config.lora.base != "plain":
+        return config.lora.base
     recipes = recipes_of_experts(product_recipes(config))
     quantised = [recipe for recipe in recipes if recipe != "plain"]
     return quantised[0] if quantised else "plain"

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from moefold.anatomy.adapters import adapted_experts
+from moefold.anatomy.adapters import adapted_experts, unfused_adapters
 from moefold.anatomy.step_specs import dispatched_width, unfused_experts_reason
 from moefold.config.open_names import ROUTER_SCORE_NAMES
 from moefold.config.run import Config, OptimConfig
@@ -56,6 +56,7 @@ class Facts:
     main: str = "fp32"
     recipe: str = "plain"  # number format of linear products; plain: the dtype itself
     unfused_experts: str = ""  # keys that keep the experts off the fused kernel; empty: none
+    adapted_experts: str = ""  # the key that gives experts adapters, which some fused kernels take; empty: none has
     attention: AttentionShape | None = None
     sees_all: bool = True  # plain causal attention: no window, no documents, no sinks
     square: bool = True  # attention has as many queries as keys; with context parallelism by all_gather it has fewer
@@ -89,7 +90,8 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: Capab
         square=not gathers_all_keys(config),
         repeatable=config.kernels.repeatable,
         invariant=config.kernels.invariant,
-        unfused_experts=adapted_experts(config) or unfused_experts_reason(config.model),
+        unfused_experts=unfused_adapters(config) or unfused_experts_reason(config.model),
+        adapted_experts=adapted_experts(config),
         built_in_score=config.model.moe.router.score in ROUTER_SCORE_NAMES.builtin,
     )
 

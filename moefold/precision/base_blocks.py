@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moefold.config.base_formats import WIDEST_SCALE, BaseFormat
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.frozen_weights import HeldWeights
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, rows_per_expert
 from moefold.kernels.linear.linear import DENSE_PRODUCTS
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
@@ -35,7 +36,7 @@ from moefold.precision.linear import RecipeTensors
 from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
 
 Dequantise = Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]
-MOST_VALUES = 1 << 24  # of several experts, dequantised at a time
+MOST_VALUES = 1 << 27  # of several experts, dequantised at a time
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class BlockRecipe:
         self.name = format.name
         products = BlockProducts(kernels)
         self.products: Products | None = products
+        self.dequantise = kernels[dequantise_rows]
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> PlainRows:
         ends_E = None if rows is None else rows.ends_E
@@ -145,6 +147,20 @@ class BlockRecipe:
         blocks = blocks_to_read(parameter)
         assert isinstance(blocks, BaseBlocks), "a weight of this recipe is held in blocks"
         return blocks.as_matrices(w.shape[:-1])
+
+    def held_experts(self, weight: Tensor) -> HeldWeights:
+        """For kernels that multiply all rows of some experts at a time."""
+        blocks = self.weight(weight)
+        experts = len(blocks.values)
+        size = blocks.numel() // experts
+        at_once = max(1, MOST_VALUES // size)
+        parts = -(-experts // at_once)
+        even = -(-experts // parts)
+
+        def load(some: slice) -> Tensor:
+            return blocks.select(some).dequantised(self.dequantise)
+
+        return HeldWeights(blocks.shape, even, load)
 
     def state(self) -> RecipeTensors:
         return {}

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.frozen_weights import ExpertAdapter
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.linear import GroupedGemms, grouped_linear, linear
 from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
@@ -145,6 +146,16 @@ class FusesProducts(Protocol):
         ...
 
 
+class GroupedAdapter(Protocol):
+    """Adapters of all experts beside a grouped product: their output, and their matrices for a kernel that adds it
+    inside the product."""
+
+    @property
+    def matrices(self) -> ExpertAdapter: ...
+
+    def __call__(self, x_RD: Tensor, ends_e: Tensor) -> Tensor: ...
+
+
 class GroupedLinear(nn.Module):
     """One linear layer per expert: rows sorted by expert, (R, D) to (R, ...). The weight (e, ..., D) is a parameter of
     the calling module and is passed in, so that the parameter's name does not depend on this class. `reads_tokens`:
@@ -154,7 +165,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.reads_tokens = reads_tokens
         self.placed_weight = placed_weight
-        self.lora: Callable[[Tensor, Tensor], Tensor] | None = None  # adapters of all experts
+        self.lora: GroupedAdapter | None = None
         self.drops_inputs = False
         self.use_recipe(PLAIN, kernels)
 
@@ -165,6 +176,10 @@ class GroupedLinear(nn.Module):
         multiply = bound[grouped_gemm]
         multiply_for_weight = bound[grouped_gemm_weight]
         self.gemms = GroupedGemms(multiply, multiply_for_weight)
+
+    @property
+    def adapter(self) -> ExpertAdapter | None:
+        return None if self.lora is None else self.lora.matrices
 
     def forward(self, x_RD: Tensor, weight: Tensor, ends_e: Tensor) -> Tensor:
         w_eND = weight.flatten(1, -2)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from moefold.anatomy.adapters import AdapterSpec, is_router
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.frozen_weights import ExpertAdapter
 from moefold.kernels.linear.linear import linear
 from moefold.kernels.linear.product import PLAIN
 from moefold.layout.counter_random import LOW_32, random_32
@@ -159,7 +160,7 @@ class DirectedLowRank(LowRank):
 
 
 class GroupedLowRank(LowRankPair):
-    """The adapters of all experts in one grouped product each with A and B."""
+    """The adapters of all experts: one grouped product each with A and B, or the matrices of a fused kernel."""
 
     def __init__(self, weight: PlacedWeight, spec: AdapterSpec, kernels: BoundKernels):
         super().__init__(weight, spec)
@@ -170,6 +171,10 @@ class GroupedLowRank(LowRankPair):
         first = GroupedLinear(narrow)
         second = GroupedLinear(narrow)
         self.products = (first, second)  # a tuple, so that torch does not register them: they have no recipe
+
+    @property
+    def matrices(self) -> ExpertAdapter:
+        return ExpertAdapter(self.a, self.b, self.scale)
 
     def forward(self, x_RD: Tensor, ends_e: Tensor) -> Tensor:
         first, second = self.products

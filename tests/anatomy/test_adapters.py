@@ -11,7 +11,7 @@ from moefold.anatomy.products import model_products
 from moefold.config.errors import UserError
 from moefold.config.lora_targets import parse_targets
 from moefold.config.run import Config, LoraConfig, ParallelConfig
-from moefold.kernels.facts import facts_from_config
+from moefold.kernels.facts import Facts, facts_from_config
 from moefold.presets.zoo import PRESETS
 
 
@@ -85,8 +85,14 @@ def test_parameters_are_those_of_one_rank():
     assert spec.parameters == moe.experts // 8 * 16 * (moe.ffn + config.model.hidden)
 
 
-def test_adapted_experts_leave_the_fused_kernel():
-    experts = facts_from_config(adapted(), "cuda", "bf16", (9, 0))
-    attention = facts_from_config(adapted("*.attention.*"), "cuda", "bf16", (9, 0))
-    assert experts.unfused_experts == "lora.rank = 16"
-    assert attention.unfused_experts == ""
+def test_adapted_experts_keep_the_fused_kernel_unless_inputs_are_dropped_or_ranks_are_odd():
+    def facts(config: Config) -> Facts:
+        return facts_from_config(config, "cuda", "bf16", (9, 0))
+
+    experts = facts(adapted())
+    assert (experts.adapted_experts, experts.unfused_experts) == ("lora.rank = 16", "")
+    attention = facts(adapted("*.attention.*"))
+    assert (attention.adapted_experts, attention.unfused_experts) == ("", "")
+    assert facts(adapted("*.experts.*: rank=12")).unfused_experts == "lora.rank = 12"
+    dropped = replace(adapted(), lora=replace(adapted().lora, dropout=0.1))
+    assert facts(dropped).unfused_experts == "lora.dropout"

@@ -526,7 +526,11 @@ def test_a_run_with_adapters_tells_what_is_trained_and_which_kernel_its_experts_
     assert explained("tiny")["adapters"] is None
     chosen = found["kernels"]["expert_mlp"]
     assert chosen["implementation"] == "reference"
-    assert "lora.rank = 16" in chosen["why"]
+    assert "lora" not in chosen["why"]
+    dropped = explained(*words, "--lora.dropout", "0.1")["kernels"]["expert_mlp"]
+    assert "lora.dropout: not on the fused expert kernel" in dropped["why"]
+    fp8 = explained(*words, "--precision.recipe", "fp8_block")["kernels"]["expert_mlp"]
+    assert "lora.rank = 16: adapters are not inside FP8 products" in fp8["why"]
 
 
 def test_a_base_in_blocks_tells_its_bytes(explained: Any, capsys: pytest.CaptureFixture[str]):
@@ -538,7 +542,6 @@ def test_a_base_in_blocks_tells_its_bytes(explained: Any, capsys: pytest.Capture
     assert base["plain_bytes"] == 2 * base["weights"]
     assert base["bytes"] == base["weights"] * (4 + 16 / 64) / 8
     assert set(found["kernels"]) == USED | BASE_OPS
-    assert "lora.base = nf4" in found["kernels"]["expert_mlp"]["why"]
     assert run_command_line(["explain", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "29.9 G of them in blocks of nf4, 14.79 GiB in place of 55.69" in shown

@@ -68,10 +68,12 @@ def attention_kernels(width: int, causal: bool) -> Iterator[tuple[str, str]]:
 
 
 COLUMNS = grouped_gemm_launch.TILE_COLUMNS
-GEMM_TYPES = {"a_desc": tensor_descriptor(64, 64), "tiles_M4": INT32, "count": INT32, "ends_E": INT32, "pads_E": INT32}
+GEMM_TYPES = {"a_desc": tensor_descriptor(64, 64), "low_desc": tensor_descriptor(64, 64)}
+GEMM_TYPES |= {"tiles_M4": INT32, "count": INT32, "ends_E": INT32, "pads_E": INT32}
 GEMM_TYPES |= {"out_desc": tensor_descriptor(1, 64, 64), "side_desc": tensor_descriptor(1, 64, 64)}
 GEMM_TYPES |= {"out_ptr": BF16, "side_ptr": BF16, "weight_R": FP32, "dots_nR": FP32}
 SIDE = ("side_desc", "side_ptr", "weight_R", "dots_nR")
+TAIL = ("low_desc", "tail_desc")
 EXPERT_GEMMS = [  # kind, epilogue, tile of the right operand, arguments that are absent, type of the result
     ("nt", "swiglu", (2, COLUMNS // 2, 64), ("out_desc", "dots_nR"), BF16),
     ("nt", "plain", (COLUMNS, 64), SIDE, BF16),
@@ -84,11 +86,16 @@ EXPERT_GEMMS = [  # kind, epilogue, tile of the right operand, arguments that ar
 
 def expert_kernels() -> Iterator[tuple[str, str]]:
     for kind, epilogue, tile, absent, result in EXPERT_GEMMS:
-        types = GEMM_TYPES | {"b_desc": tensor_descriptor(*tile), "out_ptr": result}
+        right = tensor_descriptor(*tile)
+        types = GEMM_TYPES | {"b_desc": right, "tail_desc": right, "out_ptr": result}
         constants: dict[str, Any] = {"KIND": kind, "END": epilogue, "BN": COLUMNS, "STAGES": grouped_gemm_launch.STAGES}
         constants |= dict.fromkeys(absent)
-        ptx = compile_for_hopper(grouped_gemm_hopper.expert_gemm, types, constants, {"num_warps": 4})
-        yield f"expert GEMM {kind} {epilogue}", ptx
+        for about, missing in (("", TAIL), (" with a tail", ())):
+            if kind == "tn" and not missing:
+                continue
+            some = constants | dict.fromkeys(missing)
+            ptx = compile_for_hopper(grouped_gemm_hopper.expert_gemm, types, some, {"num_warps": 4})
+            yield f"expert GEMM {kind} {epilogue}{about}", ptx
 
 
 def fp16_descriptor(*shape: int) -> str:
@@ -98,7 +105,7 @@ def fp16_descriptor(*shape: int) -> str:
 def fp16_products() -> Iterator[tuple[str, str]]:
     """Products of Newton-Schulz with X, in fp16, into bf16 as into fp16."""
     constants: dict[str, Any] = {"KIND": "nn", "END": "plain", "BN": COLUMNS, "STAGES": grouped_gemm_launch.STAGES}
-    constants |= dict.fromkeys(SIDE)
+    constants |= dict.fromkeys((*SIDE, *TAIL))
     operands = {"a_desc": fp16_descriptor(64, 64), "b_desc": fp16_descriptor(64, COLUMNS)}
     results = {BF16: tensor_descriptor(1, 64, 64), "*fp16": fp16_descriptor(1, 64, 64)}
     for pointer, descriptor in results.items():

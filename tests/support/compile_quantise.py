@@ -1,5 +1,5 @@
-"""Compile the kernels of quantisation, of stashed rows and of rows between ranks for Hopper, which needs no GPU, and
-print how each casts and stores.
+"""Compile the kernels of quantisation, of adapters, of stashed rows and of rows between ranks for Hopper, which needs
+no GPU, and print how each casts and stores.
 
 A cast makes two bytes in one 16-bit register. Where that register is both stored whole, as half of four bytes, and
 split into its bytes, ptxas 12.8 makes code that splits a register before the cast has written it: the transposed bytes
@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK
-from moefold.kernels.experts import row_stash_triton
+from moefold.kernels.experts import low_rank_triton, row_stash_triton
 from moefold.kernels.quantise import (
     base_codecs_triton,
     gather_tiles_triton,
@@ -164,6 +164,21 @@ def base_kernels() -> Iterator[tuple[str, str]]:
         yield f"base {format}", compile_for_hopper(module.dequantise_rows_kernel, types, constants, {"num_warps": 4})
 
 
+def adapter_kernels() -> Iterator[tuple[str, str]]:
+    """Products with A and with B, and the gradients of both."""
+    module = low_rank_triton
+    names = ("source", "matrices", "narrow_RL", "out_RL", "out")
+    types = dict.fromkeys(names, "*bf16") | {"factor": "fp32"}
+    types |= dict.fromkeys(("tiles_M4", "count", "ends_E", "starts_E"), INT32) | {"index_R": "*i64"}
+    options = {"num_warps": 4, "num_stages": 4}
+    tile = {"TILE": rows_triton.TILE, "DEPTH": module.DEPTH, "WIDTH": 16, "COLUMNS": module.COLUMNS}
+    for by_row in (True, False):
+        rows = tile | {"BY_ROW": by_row} | ({} if by_row else {"index_R": None})
+        yield f"narrow rows, {by_row}", compile_for_hopper(module.narrow_rows_kernel, types, rows, options)
+        sums = rows | {"ADD": by_row, "starts_E": None}
+        yield f"outer products, {by_row}", compile_for_hopper(module.sum_outer_products_kernel, types, sums, options)
+
+
 def stash_kernels() -> Iterator[tuple[str, str]]:
     """Elements of four bytes, and of one."""
     module = row_stash_triton
@@ -220,6 +235,7 @@ def main() -> None:
         row_kernels(),
         micro_kernels(),
         base_kernels(),
+        adapter_kernels(),
         stash_kernels(),
         peer_kernels(),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.precision_recipes import SCALE_BLOCK, WIDTH_MULTIPLE, is_fp8
 from moefold.kernels.choice import (
     TILED_ROWS,
@@ -25,8 +26,11 @@ def grouped_mm_runs(facts: Facts) -> bool:
 
 
 def expert_gemm_runs(facts: Facts) -> bool:
-    """Uses Hopper's instructions (wgmma, TMA); TMA needs rows that begin at multiples of 16 bytes."""
-    if facts.recipe != "plain" or facts.dtype != "bf16" or facts.capability[0] != 9:
+    """Uses Hopper's instructions (wgmma, TMA); TMA needs rows that begin at multiples of 16 bytes. Weights are plain,
+    or those of a frozen base in blocks."""
+    if facts.recipe != "plain" and facts.recipe not in BASE_FORMATS:
+        return False
+    if facts.dtype != "bf16" or facts.capability[0] != 9:
         return False
     if facts.unfused_experts or facts.invariant:
         return False
@@ -37,7 +41,7 @@ def expert_gemm_runs(facts: Facts) -> bool:
 
 def fp8_experts_run(facts: Facts) -> bool:
     """FP8 kernels read rows that begin at multiples of 16 bytes; gate and up are blocks of 128 of their own."""
-    if not is_fp8(facts.recipe) or facts.unfused_experts:
+    if not is_fp8(facts.recipe) or facts.unfused_experts or facts.adapted_experts:
         return False
     if not facts.hidden or not facts.ffn:
         return False
@@ -50,6 +54,12 @@ def refuse_unfused_experts(facts: Facts) -> str:
     if not facts.unfused_experts:
         return ""
     return f"{facts.unfused_experts}: not on the fused expert kernel; the experts run as a composition of ops"
+
+
+def refuse_adapted_experts(facts: Facts) -> str:
+    if facts.adapted_experts and is_fp8(facts.recipe):
+        return f"{facts.adapted_experts}: adapters are not inside FP8 products; the experts run as a composition of ops"
+    return refuse_unfused_experts(facts)
 
 
 TORCH_GROUPED_MM = Choice(
@@ -90,7 +100,7 @@ CHOICES: Choices = {
             "gluon",
             expert_gemm_runs,
             "bf16 on Hopper with Triton, SwiGLU experts without biases, sizes that are multiples of 8",
-            "activation and its gradient inside the GEMMs; saves tokens and pre-activation only",
+            "activation, its gradient and adapters inside the GEMMs; saves tokens and pre-activation only",
             refusal=refuse_unfused_experts,
         ),
         Choice(
@@ -98,7 +108,7 @@ CHOICES: Choices = {
             fp8_experts_run,
             "an FP8 recipe, SwiGLU experts without biases, hidden a multiple of 16 and ffn of 128",
             "tokens quantised once, activations inside the products; saves tokens, and the pre-activation in FP8",
-            refusal=refuse_unfused_experts,
+            refusal=refuse_adapted_experts,
         ),
     ),
     "fp8_swiglu_product": (FP8_GEMM,),

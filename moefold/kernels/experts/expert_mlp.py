@@ -24,6 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefold.kernels.experts.expert_mlp_adapted import (
+    AdaptedExpertMlp,
+    FrozenExperts,
+    frozen_product,
+    matrices_of,
+    refuse_second_backward,
+)
+from moefold.kernels.experts.frozen_weights import ExpertAdapter, HoldsExperts
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
@@ -52,8 +60,8 @@ DownProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 class ExpertParts(NamedTuple):
     """The ops that the experts are composed of; by default the references. `up` and `down` add biases, `down` times the
-    router's weights where these act inside the activation. `recipe`, `down_recipe`: the precision recipes of the first
-    and of the second product."""
+    router's weights where these act inside the activation, and the outputs of adapters. `recipe`, `down_recipe`: the
+    precision recipes of the first and of the second product. `up_adapter`, `down_adapter`: for a fused kernel."""
 
     gather: Gather = gather_rows
     up: UpProduct = plain_up_product
@@ -62,6 +70,14 @@ class ExpertParts(NamedTuple):
     weight_inside: bool = True
     recipe: Any = None
     down_recipe: Any = None
+    up_adapter: ExpertAdapter | None = None
+    down_adapter: ExpertAdapter | None = None
+
+    @property
+    def are_frozen(self) -> bool:
+        """Whether weights have adapters beside them, or are held in blocks."""
+        is_adapted = self.up_adapter is not None or self.down_adapter is not None
+        return is_adapted or isinstance(self.recipe, HoldsExperts)
 
 
 PLAIN_PARTS = ExpertParts()
@@ -106,7 +122,29 @@ def expert_mlp_gluon(
     inputs = (source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E)
     if len(index_R) == 0:  # nothing to launch
         return expert_mlp.reference(*inputs, holes, parts)
+    if parts.are_frozen:
+        return adapted_mlp(*inputs, holes, parts)
     return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
+
+
+def adapted_mlp(
+    source_ND: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weight_R: Tensor,
+    index_R: Tensor,
+    slots_NK: Tensor,
+    ends_E: Tensor,
+    holes: bool,
+    parts: ExpertParts,
+) -> Tensor:
+    """Beside frozen weights: adapters' products inside those of the weights."""
+    up = frozen_product(gate_up_E2FD, parts.recipe, parts.up_adapter)
+    down = frozen_product(down_EDF, parts.down_recipe, parts.down_adapter)
+    experts = FrozenExperts(up, down, holes)
+    adapters = (*matrices_of(parts.up_adapter), *matrices_of(parts.down_adapter))
+    routing = (weight_R, index_R, slots_NK, ends_E)
+    return AdaptedExpertMlp.apply(experts, source_ND, *routing, *adapters)  # pyright: ignore[reportReturnType]
 
 
 @expert_mlp.register_fast("fp8")
@@ -208,15 +246,6 @@ def expert_weight_gradient(left_RM: Tensor, right_PN: Tensor, weight: Tensor, pl
 
     into = running_gradient_sum(weight)
     return launch.expert_wgrad(left_RM, right_PN, weight, plan, into)
-
-
-def refuse_second_backward(ctx: Any) -> None:
-    if ctx.used:
-        raise RuntimeError(
-            "a second backward through the same experts: the first has overwritten the saved pre-activation with its "
-            "gradient. Run the forward pass again, or choose the reference of expert_mlp, which keeps its inputs"
-        )
-    ctx.used = True
 
 
 Routing = tuple[Tensor, Tensor, Tensor, bool]  # index_R, slots_NK, ends_E, holes

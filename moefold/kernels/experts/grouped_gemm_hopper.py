@@ -15,6 +15,12 @@ One warp is the producer (TMA loads, running ahead over tile boundaries); two wa
     "dswiglu"     from dA: gradients of gate and up in their place, side = the activation again,
                   dots = dA . activation / weight
 
+"nt" and "nn" may have a tail: the contraction goes on over the columns of `low`, rows (R, L), with a right operand of
+its own, (E, N, L) or (E, L, N). So the product of an adapter, B (A x), is added in the accumulator
+(expert_mlp_adapted.py). L is a multiple of 8; behind it the left operand is zeros.
+
+The weights may be those of some experts alone, from `first` on; tiles are then of these experts.
+
 Rows lie sorted by expert. They are padded, each expert beginning at a multiple of 64 and zeros between, on the left of
 "swiglu" and on the right of "tn", and in the activation that "dswiglu" writes for that. Elsewhere a tile's operands may
 reach into the next expert's rows; their results are not stored ("nt", "nn"), or they are multiplied by zeros ("tn", so
@@ -74,6 +80,16 @@ class OperandRing(NamedTuple):
     empty: Any
 
 
+class GemmOperands(NamedTuple):
+    """Both operands, and those of the tail with its depth; without a tail they are None."""
+
+    a_desc: Any
+    b_desc: Any
+    low_desc: Any
+    tail_desc: Any
+    depth: Any
+
+
 @gluon.jit
 def locate(t, grid, gemm):
     BY_EXPERT: gl.constexpr = gemm.KIND == "tn"
@@ -81,33 +97,47 @@ def locate(t, grid, gemm):
 
 
 @gluon.jit
-def fetch_operands(a_desc, b_desc, ring, grid, N, K, gemm):
+def fetch_operands(operands, ring, grid, N, K, first, gemm):
     """The producer: keeps STAGES steps of operands in flight, across tile boundaries."""
     rows_and_columns: gl.constexpr = 128 + gemm.BN
     operand_bytes: gl.constexpr = rows_and_columns * 64 * 2
     program = gl.program_id(0)
     programs = gl.num_programs(0)
+    HAS_TAIL: gl.constexpr = operands.low_desc is not None
     i = 0
     # loop over this program's tiles
     for t in range(program, grid.total, programs):
         tile = locate(t, grid, gemm)
+        steps = tile.steps
+        if HAS_TAIL:
+            steps = gl.cdiv(K, 64)
+        row = tile.row
+        if gemm.END == "swiglu":
+            row = tile.start
         # loop over the contraction: wait for a free stage, then fill it
-        for k in range(tile.steps):
+        for k in range(steps):
             s = wait_until_free(ring.empty, i, gemm.STAGES)
             bar = ring.full.index(s)
             mbarrier.expect(bar, operand_bytes)
             at_k = k * 64
-            fetch_left(a_desc, bar, ring, s, tile, at_k, gemm)
-            fetch_right(b_desc, bar, ring, s, tile, at_k, N, K, gemm)
+            fetch_left(operands.a_desc, bar, ring, s, tile, row, at_k, gemm)
+            fetch_right(operands.b_desc, bar, ring, s, tile, tile.expert - first, at_k, N, K, gemm)
             i += 1
+        # the tail: rows as they are, of all experts
+        if HAS_TAIL:
+            for k in range(tile.steps - steps):
+                s = wait_until_free(ring.empty, i, gemm.STAGES)
+                bar = ring.full.index(s)
+                mbarrier.expect(bar, operand_bytes)
+                at_k = k * 64
+                fetch_left(operands.low_desc, bar, ring, s, tile, tile.row, at_k, gemm)
+                fetch_right(operands.tail_desc, bar, ring, s, tile, tile.expert, at_k, N, operands.depth, gemm)
+                i += 1
 
 
 @gluon.jit
-def fetch_left(a_desc, bar, ring, s, tile, at_k, gemm):
+def fetch_left(desc, bar, ring, s, tile, row, at_k, gemm):
     """The left operand: two buffers, one for each consumer."""
-    row = tile.row
-    if gemm.END == "swiglu":
-        row = tile.start
     for w in gl.static_range(2):
         half = 64 * w
         if gemm.KIND == "tn":
@@ -116,29 +146,29 @@ def fetch_left(a_desc, bar, ring, s, tile, at_k, gemm):
         else:
             a_at = [row + half, at_k]
         a = left_buffer(ring, s, w)
-        tma.async_copy_global_to_shared(a_desc, a_at, bar, a)
+        tma.async_copy_global_to_shared(desc, a_at, bar, a)
 
 
 @gluon.jit
-def fetch_right(b_desc, bar, ring, s, tile, at_k, N, K, gemm):
-    """The right operand: one buffer, which both consumers read."""
+def fetch_right(desc, bar, ring, s, tile, expert, at_k, N, depth, gemm):
+    """The right operand: one buffer, which both consumers read. `depth`: rows of an expert's matrix in "nn"."""
     b = ring.b_bufs.index(s)
     column = tile.n * gemm.BN
     if gemm.KIND == "tn":
         b_at = [tile.start + at_k, column]
     elif gemm.KIND == "nn":
-        first_row = tile.expert * K
+        first_row = expert * depth
         b_at = [first_row + at_k, column]
     elif gemm.END == "swiglu":  # half of the tile's columns are gate, half up
         half: gl.constexpr = gemm.BN // 2
         b = b.reshape([2, half, 64])
-        plane = tile.expert * 2
+        plane = expert * 2
         row = tile.n * half
         b_at = [plane, row, at_k]
     else:
-        first_row = tile.expert * N
+        first_row = expert * N
         b_at = [first_row + column, at_k]
-    tma.async_copy_global_to_shared(b_desc, b_at, bar, b)
+    tma.async_copy_global_to_shared(desc, b_at, bar, b)
 
 
 @gluon.jit
@@ -214,10 +244,10 @@ def run_epilogues(outs, hand, ahead, grid, N, rows, gemm):
             real -= 64
 
 
-@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band"])
+@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band", "depth", "first"])
 def expert_gemm(
-    a_desc, b_desc, out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR, tiles_M4, count, ends_E, pads_E,
-    experts, M, N, K, rows, band,
+    a_desc, b_desc, low_desc, tail_desc, out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR,
+    tiles_M4, count, ends_E, pads_E, experts, M, N, K, rows, band, depth, first,
     KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A persistent program: tiles program_id, program_id + num_programs, ..."""
@@ -246,6 +276,9 @@ def expert_gemm(
     N = N // 8 * 8  # tells the compiler that it is a multiple of 8, for loads of 16 bytes
     n_tiles = gl.cdiv(N, BN)
     steps = gl.cdiv(K, 64)
+    if low_desc is not None:
+        steps += gl.cdiv(depth, 64)
+    operands = GemmOperands(a_desc, b_desc, low_desc, tail_desc, depth)
     BY_EXPERT: gl.constexpr = KIND == "tn"
     grid = grid_of_tiles(tiles_M4, count, ends_E, pads_E, experts, M, n_tiles, steps, band, BY_EXPERT)
     outs = EpilogueOutputs(out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR)
@@ -254,7 +287,7 @@ def expert_gemm(
         [
             (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 0, gemm)),
             (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 1, gemm)),
-            (fetch_operands, (a_desc, b_desc, ring, grid, N, K, gemm)),
+            (fetch_operands, (operands, ring, grid, N, K, first, gemm)),
             (run_epilogues, (outs, hand, ahead, grid, N, rows, gemm)),
         ],
         [4, 1, 2],

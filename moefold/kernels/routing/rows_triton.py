@@ -129,11 +129,11 @@ def sum_of_selected(selected, values):
 
 @triton.jit
 def row_tiles_kernel(
-    ends_E, tiles_M4, count, pads_E, first_tile_E, M, E,
+    ends_E, tiles_M4, count, pads_E, first_tile_E, M, E, part,
     TILE: constexpr, PAD: constexpr, WIDTH: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Each tile finds its expert by comparing with where the experts' tiles end: no search, no host. Tiles behind the
-    last expert's continue it, with no rows."""
+    last expert's continue it, with no rows. The second axis of the grid: tables of the tiles of `part` experts each."""
     # rows and tiles of each expert
     e = tl.arange(0, WIDTH)
     real_e = e < E
@@ -144,6 +144,9 @@ def row_tiles_kernel(
     rows = ends - begins
     rows = tl.where(real_e, rows, 0)
     tiles = (rows + TILE - 1) // TILE
+    number_of_part = tl.program_id(1)
+    here = e // part == number_of_part
+    tiles = tl.where(here, tiles, 0)
     # where its tiles begin and end
     last = tl.cumsum(tiles, 0)
     opening = last - tiles
@@ -168,7 +171,8 @@ def row_tiles_kernel(
     padding = padded_rows - rows
     padded = row + sum_of_selected(before, padding)
     # expert, first row, real rows, first padded row
-    at = tiles_M4 + 4 * m
+    table = tiles_M4 + number_of_part * M * 4
+    at = table + 4 * m
     real_m = m < M
     expert = tl.sum(before, 1)
     at_most = tl.minimum(left, TILE)
@@ -180,7 +184,7 @@ def row_tiles_kernel(
     # totals, by the first program alone
     if tl.program_id(0) == 0:
         all_tiles = tl.sum(tiles, 0)
-        tl.store(count, all_tiles)
+        tl.store(count + number_of_part, all_tiles)
         pad_ends = tl.cumsum(padded_rows, 0)
         pads = pad_ends - padded_rows
         store_inside(pads_E + e, pads, real_e)
@@ -266,18 +270,34 @@ def plan_padded_tiles(ends_E: Tensor, rows: int, pad: int) -> PlannedTiles:
     """The tiles where each expert's rows are padded to a multiple of `pad`. Sizes depend on shapes alone; `rows` may
     exceed the last end."""
     experts = len(ends_E)
-    most = rows // TILE + experts
+    plan = plan_by_part(ends_E, rows, pad, experts)
+    return plan._replace(tiles_M4=plan.tiles_M4[0])
+
+
+def plan_by_part(ends_E: Tensor, rows: int, pad: int, part: int) -> PlannedTiles:
+    """The same with a table of tiles, and their number, for every `part` experts. What is told of each expert is that
+    of no part."""
+    experts = len(ends_E)
+    parts = triton.cdiv(experts, part)
+    most = rows // TILE + part
     pads_E = torch.empty_like(ends_E, dtype=torch.int32)
     first_tile_E = torch.empty_like(pads_E)
-    tiles_M4 = pads_E.new_empty(most, 4)
-    count = pads_E.new_empty(1)
-    plan = PlannedTiles(tiles_M4, count, pads_E, first_tile_E)
+    tiles_CM4 = pads_E.new_empty(parts, most, 4)
+    count_C = pads_E.new_empty(parts)
+    plan = PlannedTiles(tiles_CM4, count_C, pads_E, first_tile_E)
     power = triton.next_power_of_2(experts)
     width = max(power, 2)
     programs = triton.cdiv(most, TILES_PER_PROGRAM)
-    launch = row_tiles_kernel[(programs,)]
-    launch(ends_E, *plan, most, experts, TILE, pad, width, TILES_PER_PROGRAM)
+    launch = row_tiles_kernel[(programs, parts)]
+    launch(ends_E, *plan, most, experts, part, TILE, pad, width, TILES_PER_PROGRAM)
     return plan
+
+
+def plan_parts(ends_E: Tensor, rows: int, part: int) -> tuple[Tensor, Tensor]:
+    """The tiles of every `part` experts and their numbers, where experts are padded to half tiles."""
+    half_tile = TILE // 2
+    plan = plan_by_part(ends_E, rows, half_tile, part)
+    return plan.tiles_M4, plan.count
 
 
 def plan_row_tiles(ends_E: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:

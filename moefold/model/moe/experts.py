@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.anatomy.activations import expert_kind
+from moefold.anatomy.adapters import unfused_adapter
 from moefold.anatomy.step_specs import unfused_experts_reason
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Rows
@@ -38,6 +39,17 @@ def bind_expert_activation(model: ModelConfig, kernels: BoundKernels) -> Activat
         activate = kernels[clamped_swiglu]
         return partial(activate, limit=moe.clamp)
     return bind_activation(moe.activation, kernels)
+
+
+def kernels_beside_adapter(kernels: BoundKernels, product: GroupedLinear) -> BoundKernels:
+    """The kernels of experts of which this product has its adapter, or none."""
+    adapter = product.adapter
+    if adapter is None:
+        return kernels
+    rank = adapter.a.shape[-2]
+    unfused = unfused_adapter(rank, product.drops_inputs)
+    kernels = kernels.with_facts(adapted_experts="lora.rank")
+    return kernels.with_facts(unfused_experts=unfused) if unfused else kernels
 
 
 class Experts(DeclaringModule):
@@ -147,7 +159,8 @@ class Experts(DeclaringModule):
         weight_R = order.weight_R
         links = (order.index_R, order.slots_NK)
         ends_e = order.ends_e
-        return self.expert_mlp(source_ND, *weights, weight_R, *links, ends_e, order.holes, self.parts)
+        parts = self.parts._replace(up_adapter=self.up_product.adapter, down_adapter=self.down_product.adapter)
+        return self.expert_mlp(source_ND, *weights, weight_R, *links, ends_e, order.holes, parts)
 
     def bind_fused_kernel(self) -> None:
         """Choose the kernel for the recipe of both products. Where the two differ, no fused kernel fits. `fused`:
@@ -157,10 +170,9 @@ class Experts(DeclaringModule):
         is_same = up.name == down.name
         self.recipe_name = up.name if is_same else "mixed"
         name = self.recipe_name
-        kernels = self.kernels.with_facts(recipe=name)
-        has_adapters = self.up_product.lora is not None or self.down_product.lora is not None
-        if has_adapters:
-            kernels = kernels.with_facts(unfused_experts="lora.rank")
+        kernels = self.kernels.with_facts(recipe=name, adapted_experts="")
+        for product in (self.up_product, self.down_product):
+            kernels = kernels_beside_adapter(kernels, product)
         parts = self.parts
         self.parts = parts._replace(recipe=up, down_recipe=down)
         self.expert_mlp = kernels[expert_mlp]

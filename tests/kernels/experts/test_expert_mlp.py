@@ -240,7 +240,9 @@ def test_weight_gradients_of_the_fused_function_come_now_or_later_and_land_where
         (Facts("cuda", "bf16", (8, 0), hidden=2048, ffn=768), False),  # no wgmma
         (Facts("cuda", "bf16", (10, 0), hidden=2048, ffn=768), False),  # other instructions
         (Facts("cpu", "bf16", (0, 0), hidden=2048, ffn=768), False),
-        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, recipe="fp8"), False),  # bf16 products only
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, recipe="mxfp8"), False),  # bf16 products only
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, recipe="nf4"), True),  # of what blocks stand for
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, adapted_experts="lora.rank = 16"), True),
         (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, unfused_experts="moe.biases = true"), False),
     ],
 )

@@ -34,6 +34,18 @@ def test_the_tiles_cover_every_row_once_and_no_tile_has_rows_of_two_experts(coun
     assert all(0 < real <= rows_triton.TILE for _, _, real, _ in tiles[: int(count)].tolist())
 
 
+@pytest.mark.parametrize("part", [1, 2, 3, 7])
+def test_tables_of_some_experts_have_their_tiles_of_the_table_of_all(part: int):
+    counts = [0, 129, 0, 0, 1, 255, 0]
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    tiles, count, _ = rows_triton.plan_row_tiles(ends, sum(counts))
+    by_part, counts_of_parts = rows_triton.plan_parts(ends, sum(counts), part)
+    found = [table[:number].tolist() for table, number in zip(by_part, counts_of_parts.tolist(), strict=True)]
+    of_all = tiles[: int(count)].tolist()
+    assert found == [[tile for tile in of_all if tile[0] // part == number] for number in range(len(found))]
+    assert len(found) == -(-7 // part)
+
+
 @pytest.mark.parametrize("counts", [[5], [128, 128], [0, 129, 0, 0, 1, 255, 0], [64, 63, 65]])
 def test_padded_rows_begin_at_multiples_of_half_a_tile_and_keep_the_order(counts: list[int]):
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
