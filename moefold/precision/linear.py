@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.experts.frozen_weights import ExpertAdapter
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.linear import GroupedGemms, grouped_linear, linear
-from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
+from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
+from moefold.kernels.linear.product import PLAIN, Adapter, Recipe, WeightAndBias
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaration, DeclaringModule, PartOfTensor, RowMeaning
 from moefold.layout.placement import REPLICATED, Placement
@@ -22,7 +22,7 @@ from moefold.layout.placement import REPLICATED, Placement
 RecipeTensors = dict[str, Tensor | PartOfTensor]  # by name: what outlives a step
 Layers = Sequence[WeightAndBias]
 Outputs = tuple[Tensor, ...]
-MultiplyLayers = Callable[[Tensor, Layers, Recipe], Outputs]
+MultiplyLayers = Callable[[Tensor, Layers, Recipe, Sequence[Adapter]], Outputs]
 
 
 class PlacedWeight(NamedTuple):
@@ -30,6 +30,15 @@ class PlacedWeight(NamedTuple):
 
     declaration: Declaration
     world: World
+
+
+class DenseAdapter(Protocol):
+    """An adapter beside a layer's weight: its output, and its matrices for a product that adds it inside."""
+
+    @property
+    def matrices(self) -> LowRankMatrices: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Linear(DeclaringModule):
@@ -64,7 +73,7 @@ class Linear(DeclaringModule):
             self.bias = self.declare_parameter("bias", *outputs, std=0.0, placement=bias_placement)
         self.recipe: Recipe = PLAIN
         self.multiply_layers: MultiplyLayers = linear.reference
-        self.lora: Callable[[Tensor], Tensor] | None = None  # an adapter beside the weight (precision/low_rank.py)
+        self.lora: DenseAdapter | None = None  # beside the weight (precision/low_rank.py)
         self.rescale: Callable[[Tensor, Tensor], Tensor] | None = None  # of both outputs, for the adapter (DoRA)
         self.drops_inputs = False  # in the adapter, by token
 
@@ -80,13 +89,27 @@ class Linear(DeclaringModule):
 
     def forward(self, x: Tensor) -> Tensor:
         layers = [self.weight_and_bias()]
-        (y,) = self.multiply_layers(x, layers, self.recipe)
+        (y,) = self.multiply_layers(x, layers, self.recipe, [self.adapter])
         return self.finish(x, y)
 
+    @property
+    def adds_inside(self) -> bool:
+        """Whether the product of the weight adds the output of the adapter: it reads the same input, and the sum is
+        all."""
+        return self.lora is not None and not self.drops_inputs and self.rescale is None
+
+    @property
+    def adapter(self) -> Adapter:
+        """The matrices that the product of the weight adds; None: it adds nothing."""
+        if self.lora is None or not self.adds_inside:
+            return None
+        a, b, scale = self.lora.matrices
+        return a, b.flatten(0, -2), scale
+
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """The output of this layer, from the product of its weight: the adapter's is added."""
+        """The output of this layer, from the product of its weight: the adapter's is added, unless it was inside."""
         output = self.unflatten_outputs(y)
-        if self.lora is None:
+        if self.lora is None or self.adds_inside:
             return output
         if self.rescale is None:
             return output + self.lora(x)
@@ -129,7 +152,8 @@ class LinearGroup(DeclaringModule):
         if not self.share_recipe:
             return [layer(x) for layer in layers]  # each recipe has its own operand of the input
         weights_and_biases = [layer.weight_and_bias() for layer in layers]
-        flat_outputs = first.multiply_layers(x, weights_and_biases, first.recipe)
+        adapters = [layer.adapter for layer in layers]
+        flat_outputs = first.multiply_layers(x, weights_and_biases, first.recipe, adapters)
         outputs: list[Tensor] = []
         for layer, y in zip(layers, flat_outputs, strict=True):
             output = layer.finish(x, y)
@@ -151,7 +175,7 @@ class GroupedAdapter(Protocol):
     inside the product."""
 
     @property
-    def matrices(self) -> ExpertAdapter: ...
+    def matrices(self) -> LowRankMatrices: ...
 
     def __call__(self, x_RD: Tensor, ends_e: Tensor) -> Tensor: ...
 
@@ -178,7 +202,7 @@ class GroupedLinear(nn.Module):
         self.gemms = GroupedGemms(multiply, multiply_for_weight)
 
     @property
-    def adapter(self) -> ExpertAdapter | None:
+    def adapter(self) -> LowRankMatrices | None:
         return None if self.lora is None else self.lora.matrices
 
     def forward(self, x_RD: Tensor, weight: Tensor, ends_e: Tensor) -> Tensor:

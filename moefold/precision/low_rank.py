@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from moefold.anatomy.adapters import AdapterSpec, is_router
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.experts.frozen_weights import ExpertAdapter
 from moefold.kernels.linear.linear import linear
+from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.linear.product import PLAIN
 from moefold.layout.counter_random import LOW_32, random_32
 from moefold.layout.declare import Declaration, DeclaringModule
@@ -59,6 +59,10 @@ class LowRankPair(DeclaringModule):
         axes = [weight.world.axis(axis) for dim, axis in declaration.placement.cut if dim == len(outputs)]
         parts = [axis.index * self.a.shape[-1] for axis in axes]
         self.first_input = sum(parts)  # of this rank's part of A
+
+    @property
+    def matrices(self) -> LowRankMatrices:
+        return LowRankMatrices(self.a, self.b, self.scale)
 
     def drop_inputs(self, x: Tensor) -> Tensor:
         """In training, x with a share of its values zero and the others divided by the share that is left."""
@@ -171,10 +175,6 @@ class GroupedLowRank(LowRankPair):
         first = GroupedLinear(narrow)
         second = GroupedLinear(narrow)
         self.products = (first, second)  # a tuple, so that torch does not register them: they have no recipe
-
-    @property
-    def matrices(self) -> ExpertAdapter:
-        return ExpertAdapter(self.a, self.b, self.scale)
 
     def forward(self, x_RD: Tensor, ends_e: Tensor) -> Tensor:
         first, second = self.products

@@ -567,11 +567,24 @@ def plain_embedding(words, w, holes=False):
     return [w[word] if word >= 0 else [0.0] * len(w[0]) for word in words]
 
 
-def plain_linear(x, layers):
+def plain_linear(x, layers, recipe=None, adapters=None):
     if isinstance(x[0][0], list):
-        return list(zip(*(plain_linear(rows, layers) for rows in x), strict=True))
+        return list(zip(*(plain_linear(rows, layers, recipe, adapters) for rows in x), strict=True))
     biased = [(w, b or [0.0] * len(w)) for w, b in layers]
-    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in biased]
+    weights = [(plain_adapted(w, adapter), b) for (w, b), adapter in zip(biased, adapters or [None] * 9, strict=False)]
+    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in weights]
+
+
+def plain_adapted(w, adapter):
+    """W + s B A."""
+    if adapter is None:
+        return w
+    a, b, scale = adapter
+    columns = transposed(a)
+    return [
+        [v + scale * dot(low, column) for v, column in zip(row, columns, strict=True)]
+        for low, row in zip(b, w, strict=True)
+    ]
 
 
 def plain_grouped_linear(x, w, ends):

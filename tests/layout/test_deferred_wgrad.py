@@ -37,7 +37,9 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def by_autograd(x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe) -> tuple[torch.Tensor, ...]:
+def by_autograd(
+    x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe, adapters=()
+) -> tuple[torch.Tensor, ...]:
     """What torch differentiates by itself: the judge."""
     return tuple(F.linear(x, weight, bias) for weight, bias in layers)
 

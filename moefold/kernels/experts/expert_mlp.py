@@ -31,9 +31,10 @@ from moefold.kernels.experts.expert_mlp_adapted import (
     matrices_of,
     refuse_second_backward,
 )
-from moefold.kernels.experts.frozen_weights import ExpertAdapter, HoldsExperts
+from moefold.kernels.experts.frozen_weights import HoldsExperts
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
+from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
@@ -70,8 +71,8 @@ class ExpertParts(NamedTuple):
     weight_inside: bool = True
     recipe: Any = None
     down_recipe: Any = None
-    up_adapter: ExpertAdapter | None = None
-    down_adapter: ExpertAdapter | None = None
+    up_adapter: LowRankMatrices | None = None
+    down_adapter: LowRankMatrices | None = None
 
     @property
     def are_frozen(self) -> bool:

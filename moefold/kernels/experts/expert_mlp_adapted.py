@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.kernels.experts.frozen_weights import ExpertAdapter, Tail, Weights, weights_to_read
+from moefold.kernels.experts.frozen_weights import Tail, Weights, weights_to_read
+from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_sum
 from moefold.layout.rerun import RERUN
@@ -44,12 +45,12 @@ class FrozenExperts(NamedTuple):
     holes: bool
 
 
-def frozen_product(weight: Tensor, recipe: Any, adapter: ExpertAdapter | None) -> FrozenProduct:
+def frozen_product(weight: Tensor, recipe: Any, adapter: LowRankMatrices | None) -> FrozenProduct:
     scale = 1.0 if adapter is None else adapter.scale
     return FrozenProduct(weight, recipe, scale)
 
 
-def matrices_of(adapter: ExpertAdapter | None) -> tuple[Matrices, Matrices]:
+def matrices_of(adapter: LowRankMatrices | None) -> tuple[Matrices, Matrices]:
     return (None, None) if adapter is None else (adapter.a, adapter.b)
 
 

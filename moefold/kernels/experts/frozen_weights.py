@@ -1,6 +1,6 @@
-"""Operands of experts whose weights are frozen: adapters beside them, and weights that are made some experts at a time.
+"""Operands of experts whose weights are frozen: tails of products, and weights that are made some experts at a time.
 
-E experts, R rows in expert order, D inputs, N outputs, L rank of an adapter.
+E experts, R rows in expert order, N outputs, L rank of an adapter.
 """
 
 from __future__ import annotations
@@ -9,14 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
-
-
-class ExpertAdapter(NamedTuple):
-    """The low-rank matrices beside a weight: y = W x + scale * B (A x). `a` (E, L, D), `b` (E, ..., L)."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
 
 
 class Tail(NamedTuple):

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.matmul import tiled_product
-from moefold.kernels.linear.product import PLAIN, ExpertRows, Operand, Recipe, WeightAndBias, multiply, widened
+from moefold.kernels.linear.product import (
+    PLAIN,
+    Adapter,
+    ExpertRows,
+    Operand,
+    Products,
+    Recipe,
+    WeightAndBias,
+    multiply,
+    widened,
+)
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.layout.gradient_sink import memory_for_gradient
 
@@ -79,17 +89,36 @@ FUSED_DGRAD_PRODUCTS = FusedDgradProducts()
 
 
 @register_op
-def linear(x: Tensor, layers: Layers, recipe: Recipe = PLAIN) -> Outputs:
-    """The output of each layer. Each is a node of its own: autograd sums the input gradients."""
+def linear(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
+    """The output of each layer, with that of its adapter. Each is a node of its own: autograd sums the input
+    gradients."""
     outputs: list[Tensor] = []
     for layer in layers:
         outputs += multiply(x, [layer], recipe, DENSE_PRODUCTS)
-    return tuple(outputs)
+    return add_adapters(x, outputs, adapters, DENSE_PRODUCTS)
+
+
+def add_adapters(x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[Adapter], products: Products) -> Outputs:
+    """Outputs of weights, with those of adapters: two further products each."""
+    results: list[Tensor] = []
+    for y, adapter in zip(outputs, adapters or [None] * len(outputs), strict=True):
+        if adapter is not None:
+            y = y + low_rank_product(x, adapter, products)
+        results.append(y)
+    return tuple(results)
+
+
+def low_rank_product(x: Tensor, adapter: tuple[Tensor, Tensor, float], products: Products) -> Tensor:
+    a, b, scale = adapter
+    first, second = (a, None), (b, None)
+    (low,) = multiply(x, [first], PLAIN, products)
+    (y,) = multiply(low * scale, [second], PLAIN, products)
+    return y
 
 
 @linear.register_fast("fused_dgrad")
-def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipe = PLAIN) -> Outputs:
-    return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS)
+def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
+    return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS, adapters=adapters)
 
 
 class TiledProducts(DenseProducts):
@@ -109,8 +138,9 @@ TILED_PRODUCTS = TiledProducts()
 
 
 @linear.register_fast("invariant")
-def linear_invariant(x: Tensor, layers: Layers, recipe: Recipe = PLAIN) -> Outputs:
-    return multiply(x, layers, recipe, TILED_PRODUCTS)
+def linear_invariant(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
+    outputs = multiply(x, layers, recipe, TILED_PRODUCTS)
+    return add_adapters(x, outputs, adapters, TILED_PRODUCTS)
 
 
 class LinearShape(NamedTuple):
@@ -150,6 +180,19 @@ def linear_cases(draw: CaseInputs) -> Cases:
         widths = ", ".join(sizes)
         name = f"{rows} rows of {d} to {widths}"
         yield KernelCase(name, (x, layers))
+        if shape.inputs == 16:
+            yield KernelCase(f"{name}, with adapters", (x, layers, PLAIN, adapters_of_case(draw, layers)))
+
+
+def adapters_of_case(draw: CaseInputs, layers: Layers) -> list[Adapter]:
+    """Of all layers but the second."""
+    adapters: list[Adapter] = []
+    for number, (weight, _) in enumerate(layers):
+        n, d = weight.shape
+        a = draw.normal(4, d, seed=30 + number, scale=d**-0.5)
+        b = draw.normal(n, 4, seed=40 + number)
+        adapters.append(None if number == 1 else (a, b, 0.5))
+    return adapters
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]

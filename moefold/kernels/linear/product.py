@@ -21,11 +21,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moefold.kernels.linear.low_rank_matrices import add_product, scaled_product, write_matrix_gradient
 from moefold.layout.declare import PartOfTensor
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.token_numbers import numbers_of_rows
 
 WeightAndBias = tuple[Tensor, Tensor | None]
+Adapter = tuple[Tensor, Tensor, float] | None  # LowRankMatrices of a dense layer
 KeptOperand = Literal["rows", "columns", "both"]
 Role = Literal["tokens", "input", "gradient"]  # of rows in a product; tokens are an input that is gathered from them
 
@@ -165,6 +167,7 @@ class ProductCall(NamedTuple):
     layers: int
     rows: ExpertRows | None
     number_R: Tensor | None
+    scales: tuple[float | None, ...]  # of each layer's adapter; None: it has none
 
 
 def multiply(
@@ -173,9 +176,11 @@ def multiply(
     recipe: Recipe,
     products: Products,
     rows: ExpertRows | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> tuple[Tensor, ...]:
     """The products of one input with the weights of several layers. Their input gradients are summed inside.
-    `products` multiply the operands, unless the recipe brings its own."""
+    `products` multiply the operands, unless the recipe brings its own. `adapters`: one or None for each dense
+    layer, whose output is added."""
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers]
     number_R = None
@@ -185,33 +190,42 @@ def multiply(
         number_R = numbers_of_rows(row_count, x.device)
     own_products = recipe.products or products
     count = len(layers)
-    call = ProductCall(recipe, own_products, count, rows, number_R)
-    return LinearProduct.apply(call, x, *weights, *biases)  # pyright: ignore[reportReturnType]
+    matrices = [adapter or (None, None, None) for adapter in adapters or [None] * count]
+    lefts, rights, scales = zip(*matrices, strict=True)
+    call = ProductCall(recipe, own_products, count, rows, number_R, scales)
+    return LinearProduct.apply(call, x, *weights, *biases, *lefts, *rights)  # pyright: ignore[reportReturnType]
 
 
 class LinearProduct(torch.autograd.Function):
-    """Saves the operand of the input. Weights are kept as the tensors they are, not as saved tensors: the gradient sink
-    is an attribute of the Parameter object."""
+    """Saves the operand of the input, and beside adapters the input and its products with A. Weights are kept as the
+    tensors they are, not as saved tensors: the gradient sink is an attribute of the Parameter object."""
 
     @staticmethod
     def forward(ctx: Any, call: ProductCall, x: Tensor, *tensors: Any) -> Any:
-        recipe, products, layers, rows, _ = call
-        weights = tensors[:layers]
-        biases = tensors[layers:]
+        recipe, products, layers, rows, _, scales = call
+        weights, biases, lefts, rights = by_layer(tensors, layers)
         *lead, _ = x.shape
         x_TD = x.flatten(0, -2)
         x_operand = recipe.input(x_TD, rows)
         outputs: list[Tensor] = []
-        for weight, bias in zip(weights, biases, strict=True):
+        lows: list[Tensor | None] = []
+        for i, weight in enumerate(weights):
             w_operand = recipe.weight(weight)
-            y = products.forward(x_operand, w_operand, bias)
+            y = products.forward(x_operand, w_operand, biases[i])
             y = y.to(x.dtype)
+            low = None
+            scale = scales[i]
+            if scale is not None:
+                low = scaled_product(x_TD, lefts[i].T, scale)
+                y = y.addmm_(low, rights[i].T)
+            lows.append(low)
             width = y.shape[-1]
             y = y.view(*lead, width)
             outputs.append(y)
-        # What backward needs; the input only if some weight is trained.
+        # What backward needs; the operand of the input only if some weight is trained.
         ctx.call = call
         ctx.weights = weights
+        ctx.matrices = (lefts, rights)
         ctx.x_shape = x.shape
         ctx.x_dtype = x.dtype
         kept = None
@@ -219,18 +233,25 @@ class LinearProduct(torch.autograd.Function):
         if any(trained):
             kept = kept_operand(x_operand, recipe.keeps)
         ctx.kept_form = without_tensors(kept)
-        ctx.save_for_backward(*tensors_of(kept))
+        is_adapted = any(scale is not None for scale in scales)
+        plain = x_TD if is_adapted else None
+        ctx.save_for_backward(plain, *lows, *tensors_of(kept))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        recipe, products, layers, rows, number_R = ctx.call
-        leaves = iter(ctx.saved_tensors)
+        recipe, products, layers, rows, number_R, scales = ctx.call
+        x_TD, *saved = ctx.saved_tensors
+        lows = saved[:layers]
+        leaves = iter(saved[layers:])
         x_operand = with_tensors(ctx.kept_form, leaves)
         _, needs_dx, *needed = ctx.needs_input_grad
+        lefts, rights = ctx.matrices
         dx: Tensor | None = None
         d_weights: list[Tensor | None] = [None] * layers
         d_biases: list[Tensor | None] = [None] * layers
+        d_lefts: list[Tensor | None] = [None] * layers
+        d_rights: list[Tensor | None] = [None] * layers
         for i, weight in enumerate(ctx.weights):
             gradient = gradients[i]
             dy = gradient.flatten(0, -2)
@@ -244,10 +265,23 @@ class LinearProduct(torch.autograd.Function):
                 d_weights[i] = gradient_or_defer(weight, compute_wgrad)
             if needed[layers + i]:
                 d_biases[i] = dy.sum(0)
+            if scales[i] is not None:
+                left, right = lefts[i], rights[i]
+                dlow = scaled_product(dy, right, scales[i])
+                if needs_dx:
+                    dx = add_product(dx, dlow, left)
+                d_lefts[i] = gradient_or_defer(left, partial(write_matrix_gradient, left, dlow, x_TD))
+                d_rights[i] = gradient_or_defer(right, partial(write_matrix_gradient, right, dy, lows[i]))
         if dx is not None:
             dx = dx.to(ctx.x_dtype)
             dx = dx.view(ctx.x_shape)
-        return None, dx, *d_weights, *d_biases
+        return None, dx, *d_weights, *d_biases, *d_lefts, *d_rights
+
+
+def by_layer(tensors: Sequence[Any], layers: int) -> Iterator[Sequence[Any]]:
+    """Tensors of each kind, one for each layer."""
+    for first in range(0, len(tensors), layers):
+        yield tensors[first : first + layers]
 
 
 def kept_operand(x: Any, keeps: KeptOperand) -> Any:

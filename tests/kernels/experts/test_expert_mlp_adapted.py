@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 import moefold.kernels.experts
 from moefold.kernels.experts.expert_mlp import ExpertParts, expert_mlp, shuffled_routing
-from moefold.kernels.experts.frozen_weights import ExpertAdapter, HeldWeights, Tail
+from moefold.kernels.experts.frozen_weights import HeldWeights, Tail
 from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.gradient_sink import attach_gradient_sink
 from tests.kernels.experts.test_expert_mlp import PlainLaunches, needs_hopper
@@ -120,10 +121,10 @@ def drawn(counts: list[int], d: int, f: int, rank: int, device: str, dtype: torc
     return Drawn(floats, routing, [*up, *down], normal(sum(counts), d))
 
 
-def composition(up: ExpertAdapter | None, down: ExpertAdapter | None) -> ExpertParts:
+def composition(up: LowRankMatrices | None, down: LowRankMatrices | None) -> ExpertParts:
     """The parts of the reference, with adapters written out."""
 
-    def low_rank(x: torch.Tensor, adapter: ExpertAdapter | None, ends: torch.Tensor) -> Any:
+    def low_rank(x: torch.Tensor, adapter: LowRankMatrices | None, ends: torch.Tensor) -> Any:
         if adapter is None:
             return 0.0
         low = grouped_gemm(x, adapter.a, ends) * adapter.scale
@@ -144,8 +145,8 @@ def outcome(name: str, case: Drawn, adapted: tuple[bool, bool], recipe: Any = No
     source, gate_up, down, router = [x.detach().to(dtype or x.dtype) for x in case.floats]
     matrices = [x.detach().to(dtype or x.dtype).requires_grad_() for x in case.matrices]
     has_up, has_down = adapted
-    up = ExpertAdapter(matrices[0], matrices[1], 0.5) if has_up else None
-    below = ExpertAdapter(matrices[2], matrices[3], 2.0) if has_down else None
+    up = LowRankMatrices(matrices[0], matrices[1], 0.5) if has_up else None
+    below = LowRankMatrices(matrices[2], matrices[3], 2.0) if has_down else None
     parts = composition(up, below)._replace(recipe=recipe, down_recipe=recipe)
     source.requires_grad_()
     router.requires_grad_()
@@ -186,7 +187,7 @@ def test_gradients_of_matrices_come_later_and_land_where_they_shall(plain_launch
         matrix.requires_grad_()
         attach_gradient_sink(matrix, lambda dtype: None, lambda total=total: total)
     a, b, c, d = case.matrices
-    parts = composition(ExpertAdapter(a, b, 0.5), ExpertAdapter(c, d, 2.0))
+    parts = composition(LowRankMatrices(a, b, 0.5), LowRankMatrices(c, d, 2.0))
     y = expert_mlp.implementations["gluon"](*case.floats, *case.routing, parts)
     queue: list[DeferredWork] = []
     with deferring_weight_grads(queue):
