@@ -29,6 +29,7 @@ def test_cases_are_all_layers_at_4096_and_the_link_sets_the_goal_of_experts_on_t
     for case in CASES.values():
         config = case_config(case, "cuda")
         assert (config.model.layers, config.data.seq_len, config.lora.rank) == (48, 4096, 16)
+        assert case_config(case, "cpu").model.layers < 12
     layer = 2 * 3 * 128 * 768 * 2048
     seconds = 2 * 48 * layer / 55e9
     assert goal_of(CASES["host"], case_config(CASES["host"], "cuda")) == pytest.approx(0.75 * 4 * 4096 / seconds)

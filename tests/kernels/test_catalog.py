@@ -99,7 +99,7 @@ def test_a_name_of_an_earlier_version_is_accepted_as_its_name_now(force: str, op
 
 def test_an_expert_kernel_for_bf16_products_is_not_chosen_for_another_number_format():
     assert pick_implementation("expert_mlp", replace(HOPPER, triton=True))[0] == "gluon"
-    assert pick_implementation("expert_mlp", replace(HOPPER, triton=True, recipe="fp8"))[0] == "reference"
+    assert pick_implementation("expert_mlp", replace(HOPPER, triton=True, recipe="mxfp8"))[0] == "reference"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.facts import Facts
-from moefold.kernels.linear.product import Recipe, WeightAndBias
+from moefold.kernels.linear.product import Adapter, Recipe, WeightAndBias
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
 from moefold.layout.deferred_wgrad import (
@@ -38,7 +38,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def by_autograd(
-    x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe, adapters=()
+    x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe, adapters: Sequence[Adapter] = ()
 ) -> tuple[torch.Tensor, ...]:
     """What torch differentiates by itself: the judge."""
     return tuple(F.linear(x, weight, bias) for weight, bias in layers)

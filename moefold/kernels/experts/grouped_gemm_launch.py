@@ -72,7 +72,7 @@ class PartOfWeights(NamedTuple):
 
 
 def parts_of_weights(weights: Weights, plan: RowTilePlan, rows: int) -> Iterator[PartOfWeights]:
-    """The parts in turn: a part is gone before the next is made."""
+    """The parts in turn. A caller that drops a part before the next is made has the memory of one."""
     if isinstance(weights, Tensor):
         yield PartOfWeights(0, weights, plan)
         return
@@ -104,6 +104,7 @@ def up_projection(x_PD: Tensor, w_E2FD: Weights, weight_R: Tensor, plan: RowTile
     gemm = GroupedGemm("nt", "swiglu", n=width, k=d)
     for part in parts_of_weights(w_E2FD, plan, rows):
         launch_part(gemm, x_PD, gate_up_descriptor, part, outputs, tail)
+        del part  # its memory is that of the next
     return h_R2F, a_RF
 
 
@@ -115,6 +116,7 @@ def down_projection(a_RF: Tensor, w_EDF: Weights, plan: RowTilePlan, tail: Tail 
     gemm = GroupedGemm("nt", "plain", n=d, k=f)
     for part in parts_of_weights(w_EDF, plan, rows):
         launch_part(gemm, a_RF, by_row_descriptor, part, outputs, tail)
+        del part  # its memory is that of the next
     return y_RD
 
 
@@ -133,6 +135,7 @@ def down_projection_dgrad(
     gemm = GroupedGemm("nn", "dswiglu", n=f, k=d)
     for part in parts_of_weights(w_EDF, plan, rows):
         launch_part(gemm, dy_RD, by_column_descriptor, part, outputs, tail)
+        del part  # its memory is that of the next
     return a_PF, dots_nR.sum(0)
 
 
@@ -145,6 +148,7 @@ def up_projection_dgrad(dh_R2F: Tensor, w_E2FD: Weights, plan: RowTilePlan, tail
     gemm = GroupedGemm("nn", "plain", n=d, k=width)
     for part in parts_of_weights(w_E2FD, plan, rows):
         launch_part(gemm, dh_RN, by_column_descriptor, part, outputs, tail)
+        del part  # its memory is that of the next
     return dx_RD
 
 

@@ -42,9 +42,20 @@ def rows_or_sources(index_R, row, inside):
 
 @triton.jit
 def narrow_rows_kernel(
-    source, index_R, matrices, out_RL, tiles_M4, count, W, L, factor,
-    BY_ROW: constexpr, TILE: constexpr, DEPTH: constexpr, WIDTH: constexpr,
-):  # fmt: skip
+    source,
+    index_R,
+    matrices,
+    out_RL,
+    tiles_M4,
+    count,
+    W,
+    L,
+    factor,
+    BY_ROW: constexpr,
+    TILE: constexpr,
+    DEPTH: constexpr,
+    WIDTH: constexpr,
+):
     """A tile of rows of one expert. BY_ROW: its matrix has the rank as rows (L, W)."""
     number = tl.program_id(0)
     if number >= tl.load(count):
@@ -73,9 +84,20 @@ def narrow_rows_kernel(
 
 @triton.jit
 def sum_outer_products_kernel(
-    source, index_R, narrow_RL, out, ends_E, starts_E, W, L,
-    ADD: constexpr, BY_ROW: constexpr, DEPTH: constexpr, WIDTH: constexpr, COLUMNS: constexpr,
-):  # fmt: skip
+    source,
+    index_R,
+    narrow_RL,
+    out,
+    ends_E,
+    starts_E,
+    W,
+    L,
+    ADD: constexpr,
+    BY_ROW: constexpr,
+    DEPTH: constexpr,
+    WIDTH: constexpr,
+    COLUMNS: constexpr,
+):
     """Some columns of one expert's gradient. BY_ROW: the gradient has the rank as rows. `starts_E`: where rows of the
     source begin for each expert, if not where those of `narrow_RL` do."""
     expert = tl.program_id(0)

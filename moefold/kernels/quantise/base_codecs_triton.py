@@ -30,7 +30,17 @@ STEPS = constexpr(nf4_double.STEPS)
 
 
 @triton.jit
-def block_scales(scales, tops, row, block, inside, scale_width, top_width, FORMAT: constexpr, GROUP: constexpr):
+def block_scales(
+    scales,
+    tops,
+    row,
+    block,
+    inside,
+    scale_width,
+    top_width,
+    FORMAT: constexpr,
+    GROUP: constexpr,
+):
     """The scale of every byte of a tile, in fp32."""
     at = tile_pointers(scales, row, block, scale_width)
     if FORMAT == "nf4":
@@ -48,9 +58,22 @@ def block_scales(scales, tops, row, block, inside, scale_width, top_width, FORMA
 
 @triton.jit
 def dequantise_rows_kernel(
-    values, scales, tops, numbers, out, rows, row_bytes, scale_width, top_width, width,
-    FORMAT: constexpr, BLOCK: constexpr, GROUP: constexpr, TILE_ROWS: constexpr, TILE_BYTES: constexpr,
-):  # fmt: skip
+    values,
+    scales,
+    tops,
+    numbers,
+    out,
+    rows,
+    row_bytes,
+    scale_width,
+    top_width,
+    width,
+    FORMAT: constexpr,
+    BLOCK: constexpr,
+    GROUP: constexpr,
+    TILE_ROWS: constexpr,
+    TILE_BYTES: constexpr,
+):
     """BLOCK: bytes of a block. `tops`: fp32 scales of GROUP scales each."""
     row = program_block(0, TILE_ROWS).to(tl.int64)
     c = program_block(1, TILE_BYTES)
