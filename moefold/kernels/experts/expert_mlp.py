@@ -124,7 +124,7 @@ def expert_mlp_gluon(
     if len(index_R) == 0:  # nothing to launch
         return expert_mlp.reference(*inputs, holes, parts)
     if parts.are_frozen:
-        return adapted_mlp(*inputs, holes, parts)
+        return adapted_mlp(*inputs, parts)
     return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
 
 
@@ -136,13 +136,12 @@ def adapted_mlp(
     index_R: Tensor,
     slots_NK: Tensor,
     ends_E: Tensor,
-    holes: bool,
     parts: ExpertParts,
 ) -> Tensor:
     """Beside frozen weights: adapters' products inside those of the weights."""
     up = frozen_product(gate_up_E2FD, parts.recipe, parts.up_adapter)
     down = frozen_product(down_EDF, parts.down_recipe, parts.down_adapter)
-    experts = FrozenExperts(up, down, holes)
+    experts = FrozenExperts(up, down)
     adapters = (*matrices_of(parts.up_adapter), *matrices_of(parts.down_adapter))
     routing = (weight_R, index_R, slots_NK, ends_E)
     return AdaptedExpertMlp.apply(experts, source_ND, *routing, *adapters)  # pyright: ignore[reportReturnType]

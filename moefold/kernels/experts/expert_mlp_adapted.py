@@ -6,7 +6,8 @@ blocks (QLoRA), of which some experts' are dequantised at a time.
 
 A product with B is a tail of the contraction with W (grouped_gemm_hopper.py), and so are those with A in backward: no
 pass over memory adds two outputs. Products with a rank on one side read their wide rows once (low_rank_triton.py).
-Weights have no gradient; those of A and B are computed now or deferred, as any weight's.
+Weights have no gradient, so that no product reads rows behind the last expert's; gradients of A and B are computed now
+or deferred, as any weight's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ class FrozenProduct(NamedTuple):
 class FrozenExperts(NamedTuple):
     up: FrozenProduct
     down: FrozenProduct
-    holes: bool
 
 
 def frozen_product(weight: Tensor, recipe: Any, adapter: LowRankMatrices | None) -> FrozenProduct:
@@ -63,7 +63,7 @@ class AdaptedExpertMlp(torch.autograd.Function):
         from moefold.kernels.experts import grouped_gemm_launch as launch
 
         up_a, up_b, down_a, down_b = adapters
-        up, down, holes = experts
+        up, down = experts
         rows = len(index_R)
         plan = launch.RowTilePlan.of(ends_E, rows)
         x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
@@ -71,8 +71,6 @@ class AdaptedExpertMlp(torch.autograd.Function):
         tail = tail_of(up_low_RL, up_b)
         h_R2F, a_RF = launch.up_projection(x_PD, up.weights, weight_R.float(), plan, tail)
         del x_PD
-        if holes:
-            launch.zero_rows_behind(h_R2F.flatten(1), ends_E)
         down_low_RL = inputs_times_a(a_RF, down_a, down.scale, plan)
         ctx.experts = experts
         ctx.adapters = adapters  # the Parameter objects: their gradient sink is an attribute
@@ -93,7 +91,7 @@ class AdaptedExpertMlp(torch.autograd.Function):
         refuse_second_backward(ctx)
         plan = launch.RowTilePlan(*plan)
         up_a, up_b, down_a, down_b = ctx.adapters
-        up, down, _ = ctx.experts
+        up, down = ctx.experts
         dy_RD = dy_RD.contiguous()
         # Down: the data gradient, the activation once more, and the gradients of both matrices.
         dlow_RL = gradient_times_b(dy_RD, down_b, down.scale, plan)
