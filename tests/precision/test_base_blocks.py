@@ -156,3 +156,18 @@ def test_what_blocks_stand_for_is_held_as_it_is(format: BaseFormat, dtype: torch
     assert torch.equal(window.dequantised(), values[1:3, :1])
     with pytest.raises(AssertionError, match="whole rows"):
         blocks[slice(1, 3), slice(0, 1), slice(0, 64)]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_a_fused_kernel_gets_even_ranges_of_experts_within_the_bound(
+    format: BaseFormat, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moefold.precision.base_blocks.MOST_VALUES", 4 * 10 * INPUTS)
+    layers = held_layers(format)
+    recipe = layers.product.recipe
+    assert isinstance(recipe, BlockRecipe)
+    held = recipe.held_experts(layers.up)
+    assert held.shape == layers.up.shape
+    assert held.experts == 3  # of six, where four would fit
+    whole = blocks_of(layers.up).dequantised()
+    assert torch.equal(held.load(slice(2, 5)), whole[2:5])
