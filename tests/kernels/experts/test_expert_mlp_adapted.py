@@ -15,6 +15,7 @@ import moefold.kernels.experts
 from moefold.kernels.experts.expert_mlp import ExpertParts, expert_mlp, shuffled_routing
 from moefold.kernels.experts.frozen_weights import HeldWeights, Tail
 from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.gradient_sink import attach_gradient_sink
@@ -63,7 +64,7 @@ class PartsInTurn(PlainLaunches):
         h, _ = super().up_projection(x, whole(gate_up), weight, plan)
         if tail is not None:
             h = h + tail_product(tail, plan.ends_E, by_row=True).view_as(h)
-        return h, moefold.kernels.experts.swiglu.swiglu(h, weight)
+        return h, swiglu(h, weight)
 
     def down_projection(self, a, down, plan, tail=None):
         y = super().down_projection(a, whole(down), plan)
@@ -73,7 +74,7 @@ class PartsInTurn(PlainLaunches):
         """The tail's part of the gradient comes in as a further expert weight would: through dy."""
         with torch.enable_grad():
             inputs = h.clone().requires_grad_(), weight.clone().requires_grad_()
-            a = moefold.kernels.experts.swiglu.swiglu(*inputs)
+            a = swiglu(*inputs)
         da = grouped_gemm(dy, whole(down).mT, plan.ends_E)
         if tail is not None:
             da = da + tail_product(tail, plan.ends_E, by_row=False)
