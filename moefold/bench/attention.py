@@ -1,5 +1,5 @@
-"""`moefold bench attention`: every attention kernel at the shapes of known models, which repeat to the bit, and blocks
-of ring attention.
+"""`moefold bench attention`: every attention kernel at the shapes of known models and at long sequences, which of them
+repeat to the bit, and blocks of ring attention.
 
 `kernels/attention/timings.py` ships the printed times.
 """
@@ -22,6 +22,8 @@ from moefold.layout.dtypes import DTYPES
 from moefold.presets.zoo import PRESETS
 
 ATTENTION_MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x22b", "mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3")
+LONG_MODEL = "qwen3-30b-a3b"
+LONG_SEQUENCES = (8_192, 32_768, 131_072)  # positions
 COMPARED_RUNS = 6
 
 
@@ -44,15 +46,26 @@ def attention_report(device: str) -> Report:
 
 
 def attention_cases(device: str) -> dict[str, Facts]:
-    """The distinct attention shapes, each by the first model that has it."""
-    capability = cuda_capability(device)
+    """The distinct attention shapes, each by the first model that has it, and one of them with longer sequences."""
     cases: dict[Any, tuple[str, Facts]] = {}
     for name in ATTENTION_MODELS:
-        config = PRESETS[name]()
-        facts = facts_from_config(config, device, "bf16", capability)
-        every_kernel = replace(facts, repeatable=False)
-        cases.setdefault(facts.attention, (name, every_kernel))
+        facts = facts_of_every_kernel(name, device)
+        cases.setdefault(facts.attention, (name, facts))
+    facts = facts_of_every_kernel(LONG_MODEL, device)
+    assert facts.attention is not None
+    for positions in LONG_SEQUENCES:
+        shape = facts.attention._replace(length=positions)
+        long = replace(facts, attention=shape)
+        cases[shape] = (f"{LONG_MODEL}, {positions}", long)
     return dict(cases.values())
+
+
+def facts_of_every_kernel(model: str, device: str) -> Facts:
+    """Facts for which kernels may add up in any order."""
+    config = PRESETS[model]()
+    capability = cuda_capability(device)
+    facts = facts_from_config(config, device, "bf16", capability)
+    return replace(facts, repeatable=False)
 
 
 def measured_shape(name: str, facts: Facts) -> Row:
@@ -89,7 +102,7 @@ def equal_to_the_bit(first: Any, second: Any) -> bool:
 
 def print_attention_report(report: Report) -> None:
     machine = f"{report['card']}, {report['date']}, torch {report['versions']['torch']}"
-    title = f"{machine}: ms for 16384 tokens, forward and backward"
+    title = f"{machine}: ms for 16384 tokens or one longer sequence, forward and backward"
     table = report_table(title, "model", "shape", "kernel")
     table.add_column("ms", justify="right")
     table.add_column("repeats to the bit")

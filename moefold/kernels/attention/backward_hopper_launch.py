@@ -8,6 +8,8 @@ B sequences, S positions, H query heads, G key/value heads, D head width; blocks
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.attention.backward_hopper import attention_dkdv_hopper, attention_dq_hopper
+from moefold.kernels.attention.chunked_backward import KeySide, QuerySide, backward_in_chunks
 from moefold.kernels.attention.heads_triton import (
     empty_gradients,
     load_delta,
@@ -23,7 +26,13 @@ from moefold.kernels.attention.heads_triton import (
     program_head,
     row_dots,
 )
-from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, kv_heads_at_once, score_gradient_rows
+from moefold.kernels.attention.workspace import (
+    HOPPER_HEAD_WIDTHS,
+    ChunkPlan,
+    kv_heads_at_once,
+    plan_chunks,
+    score_gradient_rows,
+)
 from moefold.kernels.hopper import block_descriptor
 from moefold.kernels.tile_triton import numbers_from, program_block, wide_program_id
 
@@ -67,8 +76,11 @@ def attention_statistics(
 
 def hopper_backward_applies(q: Tensor, k: Tensor, scale: float, causal: bool = True) -> bool:
     """Whether the Hopper kernels can run here; wherever measured, they were faster than Triton's."""
-    b, s, h, d = q.shape
-    g = k.shape[2]
+    return hopper_supports(q, scale) and scores_fit(q, k, causal)
+
+
+def hopper_supports(q: Tensor, scale: float) -> bool:
+    d = q.shape[-1]
     if not q.is_cuda:
         return False
     major, _ = torch.cuda.get_device_capability(q.device)
@@ -76,11 +88,58 @@ def hopper_backward_applies(q: Tensor, k: Tensor, scale: float, causal: bool = T
         return False
     if not q.numel() or scale <= 0:
         return False
-    if d not in HOPPER_HEAD_WIDTHS or q.dtype not in HOPPER_DTYPES:
-        return False
+    return d in HOPPER_HEAD_WIDTHS and q.dtype in HOPPER_DTYPES
+
+
+def scores_fit(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Whether the gradients of the scores of some head fit."""
+    b, s, h, _ = q.shape
+    g = k.shape[2]
     units = b * g
     group = h // g
     return kv_heads_at_once(s, units, group, causal) > 0
+
+
+def hopper_chunks(q: Tensor, k: Tensor, scale: float) -> ChunkPlan | None:
+    """Chunks of which some head fits, where no head of the whole sequence does; None where the kernels cannot run."""
+    if not hopper_supports(q, scale):
+        return None
+    _, s, h, d = q.shape
+    g = k.shape[2]
+    return plan_chunks(s, g, h // g, d)
+
+
+def launch_hopper_chunks(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
+    scale: float,
+    plan: ChunkPlan,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a sequence of which no head's scores fit, by pairs of chunks."""
+    queries = QuerySide(dy, q, lse_BHS, delta_BHS)
+    keys = KeySide(k, v)
+    pair_backward = partial(hopper_block_backward, scale)
+    return backward_in_chunks(pair_backward, queries, keys, plan, causal)
+
+
+def hopper_block_backward(
+    scale: float,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a square block, of which the log-sum-exp over all keys and delta are known."""
+    statistics = block_statistics(delta_BHS, lse_BHS, scale)
+    return launch_hopper_backward(dy, q, k, v, statistics, scale, causal)
 
 
 def launch_hopper_backward(

@@ -1,7 +1,7 @@
 """Backward of causal attention in Triton, without atomics: one pass over keys for the gradient of queries, one over
 queries for those of keys and values. Each sum has one owner and a fixed order, so two runs agree to the bit; cuDNN and
-flash add to the queries' gradient from many blocks at once, in whatever order these come. Any width, any
-GPU; Hopper has kernels of its own (`backward_hopper.py`), which `attention_backward` prefers.
+flash add to the queries' gradient from many blocks at once, in whatever order these come. Any GPU; Hopper has kernels
+of its own (`backward_hopper.py`), which `attention_backward` prefers.
 
     P = exp(S - lse)    dP = dO V^T    dS = P (dP - delta)    dQ = dS K    dK = dS^T Q    dV = P^T dO
 
@@ -19,12 +19,16 @@ from triton.language import constexpr
 
 from moefold.kernels.attention.backward_hopper_launch import (
     hopper_backward_applies,
+    hopper_chunks,
     launch_hopper_backward,
+    launch_hopper_chunks,
     softmax_statistics,
 )
+from moefold.kernels.attention.choices import DETERMINISTIC_HEAD_DIMS
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
     TileOptions,
+    contiguous_heads,
     empty_gradients,
     load_delta,
     load_head_block,
@@ -34,6 +38,8 @@ from moefold.kernels.attention.heads_triton import (
     row_dots,
     store_head_block,
 )
+from moefold.kernels.attention.masked import first_visible_key, visible_until_query
+from moefold.kernels.attention.masked_triton import masked_attention_backward
 from moefold.kernels.tile_triton import (
     fp32_zeros,
     numbers_from,
@@ -189,12 +195,6 @@ def attention_delta_kernel(y, dy, delta, S, H, y_b, y_s, y_h, d_b, d_s, d_h, D: 
     store_inside(delta_head + rows, delta_M, inside)
 
 
-def contiguous_heads(x_BSHD: Tensor) -> Tensor:
-    if x_BSHD.stride(-1) == 1:
-        return x_BSHD
-    return x_BSHD.contiguous()
-
-
 def delta_of_queries(y: Tensor, dy: Tensor) -> Tensor:
     """(B, H, S)."""
     b, s, h, d = y.shape
@@ -215,21 +215,26 @@ def attention_backward(
     lse_BHS: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D), D a power of two."""
+    """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, width)."""
     dy = contiguous_heads(dy)
     q = contiguous_heads(q)
     k = contiguous_heads(k)
     v = contiguous_heads(v)
     y = contiguous_heads(y)
-    if hopper_backward_applies(q, k, scale):
-        statistics = softmax_statistics(y, dy, lse_BHS, scale)
-        return launch_hopper_backward(dy, q, k, v, statistics, scale)
+    sums = lse_BHS.contiguous()
     b, s, h, d = q.shape
+    if d not in DETERMINISTIC_HEAD_DIMS or v.shape[-1] != d:
+        return backward_of_any_width(dy, q, k, v, y, sums, scale)
+    if hopper_backward_applies(q, k, scale):
+        statistics = softmax_statistics(y, dy, sums, scale)
+        return launch_hopper_backward(dy, q, k, v, statistics, scale)
+    delta = delta_of_queries(y, dy)
+    plan = hopper_chunks(q, k, scale)
+    if plan is not None:
+        return launch_hopper_chunks(dy, q, k, v, sums, delta, scale, plan)
     g = k.shape[2]
     group = h // g
     dq, dk, dv = empty_gradients(q, k, v)
-    delta = delta_of_queries(y, dy)
-    sums = lse_BHS.contiguous()
     heads = (q, k, v, dy)
     inputs = (*heads, sums, delta)
     tile = TileOptions(*TILE)
@@ -247,3 +252,23 @@ def attention_backward(
     sizes = (s, scale, g, group)
     launch(*inputs, dk, dv, *sizes, *strides, D=d, **options)
     return dq, dk, dv
+
+
+def backward_of_any_width(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse_BHS: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by the kernels for masked attention, where all keys from the first on are visible: keys and values may
+    have any width, and other ones than each other."""
+    first_BS = first_visible_key(q, 0, 0, None)
+    keys = k.shape[1]
+    until_BL = visible_until_query(first_BS, keys)
+    delta = torch.empty_like(lse_BHS)
+    heads = (dy, q, k, v)
+    ranges = (first_BS, until_BL)
+    return masked_attention_backward(*heads, *ranges, y, lse_BHS, delta, scale, ahead=0)

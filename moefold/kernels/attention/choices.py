@@ -7,11 +7,12 @@ from collections.abc import Callable
 from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, known_times
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS
 from moefold.kernels.choice import Choice, Choices, always_runs, invariant_choice
-from moefold.kernels.facts import AttentionShape, Facts
+from moefold.kernels.facts import Facts
 
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs whose blocks may have 160 KiB of shared memory
 DETERMINISTIC_HEAD_DIMS = (16, 32, 64, 128)
 REPEATABLE = ("deterministic", "varlen")  # on a GPU, those that add up in a fixed order
+UNMEASURED_COST = 1e5  # milliseconds: chosen behind those whose times are known
 NOT_REPEATABLE_COST = 1e6  # milliseconds: chosen last where runs must repeat
 FALLBACK_COST = 1e7
 
@@ -31,11 +32,6 @@ def causal_attention_runs(facts: Facts) -> bool:
     return fused_attention_runs(facts) and is_plain_causal(facts)
 
 
-def offsets_fit_32_bits(shape: AttentionShape) -> bool:
-    """Whether offsets within one sequence fit."""
-    return shape.length * shape.heads * shape.head_dim < 1 << 31
-
-
 def cudnn_attention_runs(facts: Facts) -> bool:
     """cuDNN's kernels for Hopper; on other GPUs flash is as fast."""
     shape = facts.attention
@@ -52,24 +48,23 @@ def flash_attention_runs(facts: Facts) -> bool:
 
 
 def deterministic_attention_runs(facts: Facts) -> bool:
+    """Forward by cuDNN or flash; backward by kernels for some widths or, on Hopper, by the masked ones for any."""
     shape = facts.attention
-    if shape is None or not offsets_fit_32_bits(shape):
+    if shape is None or not facts.triton:
         return False
-    if not flash_attention_runs(facts) or not facts.triton:
-        return False
-    return shape.head_dim in DETERMINISTIC_HEAD_DIMS
+    if flash_attention_runs(facts) and shape.head_dim in DETERMINISTIC_HEAD_DIMS:
+        return True
+    return cudnn_attention_runs(facts) and masked_kernels_run(facts)
 
 
 def varlen_attention_runs(facts: Facts) -> bool:
-    return masked_kernels_run(facts) and not is_plain_causal(facts)
+    return masked_kernels_run(facts) and not deterministic_attention_runs(facts)
 
 
 def masked_kernels_run(facts: Facts) -> bool:
     """Whether the kernels that read only visible keys can run."""
     shape = facts.attention
-    if shape is None or not offsets_fit_32_bits(shape):
-        return False
-    if not fused_attention_runs(facts) or not facts.triton:
+    if shape is None or not fused_attention_runs(facts) or not facts.triton:
         return False
     widest = max(shape.head_dim, shape.value_dim)
     return facts.capability in LARGE_SHARED_MEMORY and widest <= 256
@@ -94,7 +89,9 @@ def attention_cost(name: str) -> Callable[[Facts], float]:
     """Measured milliseconds. Where runs must repeat, implementations without a fixed order of sums come last."""
 
     def measured_cost(facts: Facts) -> float:
-        cost = measured_times(facts).get(name, 0.0)
+        times = measured_times(facts)
+        unmeasured = UNMEASURED_COST if times else 0.0
+        cost = times.get(name, unmeasured)
         if breaks_repeatability(name, facts):
             cost += NOT_REPEATABLE_COST
         return cost
@@ -135,7 +132,7 @@ ATTENTION_CHOICES = (
     Choice(
         "deterministic",
         deterministic_attention_runs,
-        "bf16 on cuda with Triton, heads of 16, 32, 64 or 128",
+        "bf16 on cuda with Triton, heads of 16, 32, 64 or 128, on Hopper of any width up to 256",
         "sums in a fixed order, so that runs repeat to the bit (kernels.repeatable)",
         attention_cost("deterministic"),
         attention_note("deterministic"),
@@ -159,9 +156,10 @@ ATTENTION_CHOICES = (
     Choice(
         "varlen",
         varlen_attention_runs,
-        "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window, sinks "
-        "or fewer queries than keys",
+        "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window, sinks, "
+        "fewer queries than keys, or widths that no other kernel with a fixed order of sums has",
         "reads only visible keys, stores no mask; sums in a fixed order, so that runs repeat to the bit",
+        attention_cost("varlen"),
     ),
     Choice("sdpa", always_runs, "nothing", "never stores the scores", fallback_cost, attention_note("sdpa")),
     invariant_choice("documents one by one, in tiles: bits depend on nothing beside the document (kernels.invariant)"),

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_or_zero, store_inside
+from moefold.kernels.tile_triton import load_or_zero, store_inside, wide_program_id
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -30,18 +30,18 @@ class TileOptions(NamedTuple):
 @triton.jit
 def program_head(H):
     """The sequence and the head of this program: the second axis of the grid runs over all heads of all sequences."""
-    head = tl.program_id(1)
-    b = head // H
-    b = b.to(tl.int64)
-    return b, head % H
+    head = wide_program_id(1)
+    return head // H, head % H
 
 
 @triton.jit
 def head_block(base, places, stride, end, D: constexpr, WIDE: constexpr):
-    """Pointers to (positions, WIDE) of one head; and which lie before the end and within its width."""
+    """Pointers to (positions, WIDE) of one head; and which lie before the end and within its width. Offsets have 64
+    bits: a sequence may have more than 2^31 elements."""
     d = tl.arange(0, WIDE)
     d = d[None, :]
     row = places[:, None]
+    row = row.to(tl.int64)
     inside = row < end
     if D < WIDE:
         inside = inside & (d < D)
@@ -85,6 +85,13 @@ def row_dots(a, b):
     b = b.to(tl.float32)
     products = a * b
     return tl.sum(products, 1)
+
+
+def contiguous_heads(x_BSHD: Tensor) -> Tensor:
+    """Heads whose elements lie side by side."""
+    if x_BSHD.stride(-1) == 1:
+        return x_BSHD
+    return x_BSHD.contiguous()
 
 
 def empty_gradients(*tensors: Tensor) -> list[Tensor]:

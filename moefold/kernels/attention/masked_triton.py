@@ -18,6 +18,7 @@ from triton.language import constexpr
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
     TileOptions,
+    contiguous_heads,
     empty_gradients,
     load_delta,
     load_head_block,
@@ -35,9 +36,6 @@ from moefold.kernels.tile_triton import (
     wide_program_id,
     zero_outside,
 )
-
-LARGEST_OFFSET = (1 << 31) - 1
-
 
 # Of a dozen tried on an H200 the best (docs/benchmarks/step-notes.md).
 NARROW = (
@@ -314,15 +312,6 @@ def tile_options(kernel: int, widths: list[int]) -> TileOptions:
     return tiles[kernel]
 
 
-def addressable(x: Tensor) -> Tensor:
-    """Heads with contiguous columns, and positions within reach of 32-bit offsets."""
-    reach = x.stride(1) * x.shape[1]
-    is_contiguous = x.stride(-1) == 1
-    if is_contiguous and reach <= LARGEST_OFFSET:
-        return x
-    return x.contiguous()
-
-
 def masked_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -336,9 +325,9 @@ def masked_attention_forward(
     b, s, h, _ = q.shape
     _, length, g, _ = k.shape
     group = h // g
-    q = addressable(q)
-    k = addressable(k)
-    v = addressable(v)
+    q = contiguous_heads(q)
+    k = contiguous_heads(k)
+    v = contiguous_heads(v)
     width = v.shape[-1]
     y = q.new_empty(b, s, h, width)
     lse = q.new_empty(b, h, s, dtype=torch.float32)
@@ -373,13 +362,13 @@ def masked_attention_backward(
     _, length, g, _ = k.shape
     group = h // g
     dq, dk, dv = empty_gradients(q, k, v)
-    q = addressable(q)
-    k = addressable(k)
-    v = addressable(v)
-    dy = addressable(dy)
+    q = contiguous_heads(q)
+    k = contiguous_heads(k)
+    v = contiguous_heads(v)
+    dy = contiguous_heads(dy)
     inputs = (q, k, v, dy)
     has_delta = y is None
-    y = dy if y is None else addressable(y)
+    y = dy if y is None else contiguous_heads(y)
     widths = padded_widths(q, v)
     # dq and delta
     tensors = (*inputs, first_BS, y, lse, delta, dq)

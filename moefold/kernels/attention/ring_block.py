@@ -167,20 +167,26 @@ def attention_block_backward_hopper(
     window: int,
     begins_BS: Tensor | None = None,
 ) -> Gradients:
-    """The kernels of causal attention's backward, causal or over all keys; other blocks go to Triton."""
+    """The kernels of causal attention's backward, causal or over all keys; long blocks by chunks of them; other blocks
+    go to Triton."""
     from moefold.kernels.attention.backward_hopper_launch import (
-        block_statistics,
         hopper_backward_applies,
-        launch_hopper_backward,
+        hopper_block_backward,
+        hopper_chunks,
+        launch_hopper_chunks,
     )
 
     heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
+    sums = (lse_BHS, delta_BHS)
     causal = ahead == 0
-    plain = is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS)
-    if not plain or not hopper_backward_applies(q_BSHD, k_BLGD, scale, causal):
-        return attention_block_backward_triton(*heads, lse_BHS, delta_BHS, scale, ahead, window, begins_BS)
-    statistics = block_statistics(delta_BHS, lse_BHS, scale)
-    return launch_hopper_backward(*heads, statistics, scale, causal)
+    plan = None
+    if is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS):
+        if hopper_backward_applies(q_BSHD, k_BLGD, scale, causal):
+            return hopper_block_backward(scale, *heads, *sums, causal)
+        plan = hopper_chunks(q_BSHD, k_BLGD, scale)
+    if plan is None:
+        return attention_block_backward_triton(*heads, *sums, scale, ahead, window, begins_BS)
+    return launch_hopper_chunks(*heads, *sums, scale, plan, causal)
 
 
 @register_in_place_op

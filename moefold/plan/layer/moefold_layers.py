@@ -8,7 +8,7 @@ plain ops that each save their input, and attention of unusual shapes saves its 
 from __future__ import annotations
 
 from moefold.anatomy.activations import activation_op, shared_activation
-from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, score_gradient_bytes
+from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, backward_workspace
 from moefold.plan.layer.fp8_tensors import (
     FP8_EXPERT_BACKWARD,
     FP8_EXPERT_FORWARD,
@@ -830,10 +830,13 @@ def writes_score_gradients(s: RankShapes) -> bool:
 
 
 def score_gradient_workspace(s: RankShapes) -> float:
-    """Bytes of the gradients of scores, of as many heads as the kernel's limit allows; 0 where it allows no head."""
-    groups = int(s.B * s.G)
+    """Bytes of the gradients of scores, of as many heads as the kernel's limit allows, or of chunks with their sums; 0
+    where the kernels do not run."""
+    sequences = int(s.B)
+    kv_heads = int(s.G)
     heads_per_group = int(s.H // s.G)
-    return score_gradient_bytes(s.S, groups, heads_per_group)
+    head_width = int(s.Q)
+    return backward_workspace(s.S, sequences, kv_heads, heads_per_group, head_width)
 
 
 def padded_expert_rows(s: RankShapes) -> float:

@@ -14,9 +14,11 @@ from moefold.kernels.attention import workspace
 from moefold.kernels.attention.attention import attention
 from moefold.kernels.attention.backward_hopper_launch import (
     hopper_backward_applies,
+    hopper_chunks,
     launch_hopper_backward,
     softmax_statistics,
 )
+from moefold.kernels.attention.backward_triton import attention_backward
 from moefold.kernels.attention.workspace import kv_heads_at_once, score_gradient_rows
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -132,6 +134,25 @@ def test_heads_that_go_one_after_the_other_give_the_same_bits(monkeypatch: pytes
     monkeypatch.setattr(workspace, "MOST_BYTES", 5 * 2 * score_gradient_rows(300) * 128)
     assert kv_heads_at_once(300, 12, 2) == 4
     assert same_bits(at_once, backward(x))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [(2, 1024, 8, 2, 128), (1, 1200, 6, 6, 64)])
+def test_a_sequence_in_chunks_has_the_gradients_of_the_reference_every_time(
+    shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """As with sequences whose scores do not fit: 32,768 positions, eight query heads to a key/value head."""
+    x = inputs(*shape)
+    monkeypatch.setattr(workspace, "MOST_BYTES", workspace.kv_head_bytes(500, 8, causal=False))
+    monkeypatch.setattr(workspace, "CHUNK_BYTES", 3 * workspace.chunk_head_bytes(shape[1], 256, 4, 128))
+    monkeypatch.setattr(workspace, "LEAST_CHUNK", 128)
+    assert not hopper_backward_applies(x.q, x.k, SCALE)
+    assert hopper_chunks(x.q, x.k, SCALE)
+    y, lse = forward(x)
+    first, *others = (attention_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE) for _ in range(3))
+    all_close(first, expected(x))
+    assert all(same_bits(first, other) for other in others)
 
 
 @pytest.mark.gpu

@@ -101,9 +101,30 @@ def test_documents_windows_and_sinks_are_for_a_way_that_takes_them_on_a_gpu(name
     assert chosen(True, None)[0] == "sdpa"
 
 
-def test_heads_that_only_one_way_can_serve_get_that_one():
-    """Keys of 192 and values of 128: flash and the kernels in order need both alike."""
-    assert chosen(True, AttentionShape(4096, 128, 128, 192, 128))[0] == "cudnn"
+LATENT = AttentionShape(4096, 128, 128, 192, 128)
+
+
+@pytest.mark.parametrize(
+    ("capability", "repeatable", "expected"),
+    [(CARD, True, "deterministic"), (CARD, False, "cudnn"), ((8, 0), True, "varlen"), ((8, 6), True, "sdpa")],
+)
+def test_values_narrower_than_keys_get_sums_in_a_fixed_order_where_runs_repeat(capability, repeatable, expected):
+    """Flash needs both alike; cuDNN's backward adds up in any order."""
+    facts = Facts("cuda", "bf16", capability, attention=LATENT, repeatable=repeatable, triton=True)
+    assert pick_implementation("attention", facts)[0] == expected
+
+
+@pytest.mark.parametrize("positions", [1 << 19, 1 << 22])
+def test_sequences_of_more_than_two_billion_elements_have_the_same_kernels(positions: int):
+    long = SHAPE._replace(length=positions)
+    facts = Facts("cuda", "bf16", CARD, attention=long, triton=True)
+    assert pick_implementation("attention", facts)[0] == "deterministic"
+    assert pick_implementation("attention_block", facts)[0] == "hopper"
+    masked = replace(facts, sees_all=False)
+    assert pick_implementation("attention", masked)[0] == "varlen"
+
+
+def test_a_cpu_has_torchs_attention():
     assert pick_implementation("attention", Facts("cpu", "fp32", attention=SHAPE))[0] == "sdpa"
 
 
@@ -120,16 +141,13 @@ def test_fewer_queries_than_keys_get_a_way_that_adds_up_in_a_fixed_order(context
 
 
 def test_what_does_not_repeat_is_said_to_where_runs_should():
-    latent = AttentionShape(4096, 128, 128, 192, 128)
-    for repeatable in (True, False):
-        _, why = chosen(repeatable, latent)
-        assert ("runs may not repeat to the bit" in why) == repeatable
     for facts in (
+        Facts("cuda", "bf16", CARD, attention=LATENT, triton=False),
         Facts("cuda", "bf16", CARD, attention=SHAPE, square=False, triton=False),
         Facts("cuda", "fp32", CARD, attention=SHAPE, triton=True),
     ):
         name, why = pick_implementation("attention", facts)
-        assert name == "sdpa"
+        assert name in ("sdpa", "cudnn")
         assert "runs may not repeat to the bit, though kernels.repeatable asks for it" in why
     _, why = pick_implementation("attention", Facts("cpu", "fp32", attention=SHAPE))
     assert "repeat" not in why
