@@ -17,7 +17,8 @@ from moefold.data.dynamic_context import ContextPlan, ContextShape
 from moefold.plan.memory.run_setting import build_run_setting
 from moefold.plan.request import PlanRequest, read_request
 from moefold.plan.time.context_price import PlannedContextPrice
-from moefold.plan.time.context_sizes import LengthDistribution, dynamic_plan, ranks_by_size, static_plan
+from moefold.plan.time.context_sizes import LengthDistribution, dynamic_plan, static_plan
+from moefold.plan.time.dynamic_step import ranks_by_size
 from moefold.plan.time.simulate_step import time_training_step
 
 PETA = 1e15

@@ -40,7 +40,7 @@ from moefold.config.optimizer_groups import parse_groups, refuse_idle_groups
 from moefold.config.precision_recipes import RECIPE_SPECS, is_fp8
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
-from moefold.data.regrouped_samples import context_shape
+from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import foretold_cuts
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
@@ -200,7 +200,7 @@ def describe_context(config: Config, ranks: int) -> str | None:
     return (
         f"the samples of a batch are grouped anew on groups of {sizes} of the {shape.ranks} dp x cp ranks, by "
         f"{parallel.context}; each gets the least that fits, {shape.limit} tokens a rank; microbatches are as many as "
-        "take the least FLOPs of the slowest ranks"
+        "take the least FLOPs of the slowest ranks; the memory planned here is that of the size that needs most"
     )
 
 

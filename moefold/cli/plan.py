@@ -115,6 +115,8 @@ def print_plan(answer: Answer) -> None:
     if layout["overlap"]:
         choices.append("overlap")
     console.print("; ".join(choices))
+    if answer["dynamic_context"]:
+        console.print(answer["dynamic_context"], highlight=False)
     if layout["pp"] > 1:
         console.print(escape(f"pipeline {layout['schedule']}, {layout['stages']}"))
     if answer["not_in_trainer"]:

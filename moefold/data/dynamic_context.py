@@ -19,6 +19,7 @@ from math import ceil, inf
 from typing import NamedTuple, Protocol
 
 from moefold.config.errors import UserError
+from moefold.config.run import Config
 from moefold.layout.fold import powers_of_two_in
 
 COUNTS = (1.0, 1.25, 1.5, 2.0, 3.0)  # of microbatches, over the fewest, that are tried
@@ -54,6 +55,16 @@ class ContextShape(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         return powers_of_two_in(self.ranks)
+
+
+def tokens_of_rank(config: Config) -> int:
+    """Tokens of a rank in a microbatch: as many as with fixed sizes."""
+    return config.train.micro_batch * config.data.seq_len // config.parallel.cp
+
+
+def context_shape(config: Config, ranks: int) -> ContextShape:
+    """`ranks`: dp x cp."""
+    return ContextShape(ranks, tokens_of_rank(config), config.parallel.pp)
 
 
 class ContextGroup(NamedTuple):

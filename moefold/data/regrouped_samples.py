@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moefold.config.run import Config
-from moefold.data.dynamic_context import ContextGroup, ContextPlan, ContextPrice, ContextShape, plan_context
+from moefold.data.dynamic_context import (
+    ContextGroup,
+    ContextPlan,
+    ContextPrice,
+    ContextShape,
+    plan_context,
+    tokens_of_rank,
+)
 from moefold.data.packed_sequences import KEPT_BATCHES, PackedSequences, PlacedSample, fill_row
 from moefold.data.recent import keep_newest
 from moefold.data.sequences import SequenceArrays
@@ -82,16 +89,6 @@ def padded_length(length: int, size: int, tp: int) -> int:
 def row_multiple(size: int, tp: int) -> int:
     chunks = 2 if size > 1 else 1
     return chunks * size * tp
-
-
-def tokens_of_rank(config: Config) -> int:
-    """Tokens of a rank in a microbatch: as many as with fixed sizes."""
-    return config.train.micro_batch * config.data.seq_len // config.parallel.cp
-
-
-def context_shape(config: Config, ranks: int) -> ContextShape:
-    """`ranks`: dp x cp."""
-    return ContextShape(ranks, tokens_of_rank(config), config.parallel.pp)
 
 
 def largest_group_length(config: Config, ranks: int) -> int:

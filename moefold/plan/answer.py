@@ -31,8 +31,9 @@ from moefold.plan.options import PlanChoices
 from moefold.plan.remedies import NothingFits, explain_nothing_fits, remedies_for_layout
 from moefold.plan.request import PlanRequest, read_request, with_dispatcher
 from moefold.plan.search import RankedLayout, SearchResult, describe_layout, search_layouts
+from moefold.plan.time.dynamic_step import dynamic_context, time_step
 from moefold.plan.time.explain_time import explain_time
-from moefold.plan.time.simulate_step import StepTime, time_training_step
+from moefold.plan.time.simulate_step import StepTime
 from moefold.schedule.simulate_program import idle_share, slot_spans
 
 JsonObject = dict[str, Any]
@@ -84,7 +85,7 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     """Time and memory of one layout."""
     config, dispatcher_reason = with_dispatcher(config, choices, r.gpu, r.gpus)
     setting = build_run_setting(config, r.gpus, choices)
-    time = time_training_step(setting, r.gpu)
+    time = time_step(setting, r.gpu)
     answer: JsonObject = {
         "name": config.name,
         "gpu": r.gpu.name,
@@ -106,6 +107,8 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     answer["not_in_trainer"] = missing_in_trainer(r, config, choices)
     answer["dispatcher"] = dispatcher_reason
     answer["attention_imbalance"] = setting.attention_imbalance
+    dynamic = dynamic_context(setting)
+    answer["dynamic_context"] = str(dynamic) if dynamic else None
     answer["launch"] = None
     answer["remedies"] = []
     if not answer["fits"]:
@@ -155,7 +158,7 @@ def recompute_cost(r: PlanRequest, setting: RunSetting, seconds: float, gib: flo
     choices = replace(setting.choices, recompute=())
     keeping = build_run_setting(config, r.gpus, choices)
     largest = fullest_rank(memory_by_rank(keeping))
-    time = time_training_step(keeping, r.gpu)
+    time = time_step(keeping, r.gpu)
     return {"saved_gib": largest.needed / GIB - gib, "added_s": seconds - time.seconds}
 
 

@@ -45,7 +45,8 @@ from moefold.plan.time.closed_form import (
     time_piece,
     time_stages,
 )
-from moefold.plan.time.simulate_step import StepTime, time_training_step
+from moefold.plan.time.dynamic_step import time_step
+from moefold.plan.time.simulate_step import StepTime
 from moefold.plan.time.step_times import StepClock
 
 RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # recomputed regions: a rung costs more than those that it contains
@@ -389,7 +390,7 @@ class LayoutSearch:
             misfit = MisfitLayout(candidate.config, candidate.choices, needed)
             self.refusals.add_misfit(misfit, self.gpu.memory)
             return None
-        time = time_training_step(setting, self.gpu)
+        time = time_step(setting, self.gpu)
         return RankedLayout(candidate.config, candidate.choices, time, memory)
 
     def next_rung(self, candidate: Candidate) -> Candidate | None:

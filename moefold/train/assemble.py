@@ -24,11 +24,12 @@ from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
+from moefold.data.dynamic_context import context_shape
 from moefold.data.flops_price import FlopsPrice
 from moefold.data.loader import BatchLoader, RegroupedLoader
 from moefold.data.packed_sequences import PackedSequences
 from moefold.data.prepared_corpus import PreparedCorpus
-from moefold.data.regrouped_samples import RegroupedSamples, context_shape, largest_group_length
+from moefold.data.regrouped_samples import RegroupedSamples, largest_group_length
 from moefold.data.run_corpus import open_corpus, tokenizer_of_run
 from moefold.data.sequences import Sequences
 from moefold.data.tokenizer import Tokenizer, load_tokenizer

@@ -13,7 +13,8 @@ from moefold.config.run import Config, MemoryConfig
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
 from moefold.plan.options import TRAINER_VALUES, PlanChoices
-from moefold.plan.time.simulate_step import StepTime, time_training_step
+from moefold.plan.time.dynamic_step import time_step
+from moefold.plan.time.simulate_step import StepTime
 
 WORTH_SAYING = 0.02  # of the time of a step
 
@@ -28,7 +29,7 @@ class Situation:
 
     @cached_property
     def time(self) -> StepTime:
-        return time_training_step(self.setting, self.gpu)
+        return time_step(self.setting, self.gpu)
 
     @property
     def config(self) -> Config:

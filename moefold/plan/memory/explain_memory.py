@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import PieceCount
-from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, memory_by_rank, stage_counts
+from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, fullest_setting, memory_by_rank, stage_counts
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
 from moefold.plan.memory.resident import rank_parameters, replica_count, resident_state, shard_count
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
@@ -27,8 +27,9 @@ def explain_memory(
     config: Config, world: int, choices: PlanChoices | None = None, rank: int | None = None
 ) -> list[str]:
     """Lines of a pipeline rank's memory: of the given rank, by default of the fullest."""
-    s = build_run_setting(config, world, choices or PlanChoices())
-    ranks = memory_by_rank(s)
+    setting = build_run_setting(config, world, choices or PlanChoices())
+    s = fullest_setting(setting)
+    ranks = memory_by_rank(setting)
     if rank is None:
         shown = fullest_rank(ranks)
     elif 0 <= rank < len(ranks):
@@ -38,6 +39,8 @@ def explain_memory(
     held = stages_by_rank(s.config)[shown.rank]
     total = format_gib(shown.needed)
     lines = [f"pipeline rank {shown.rank} of {len(ranks)}: {total} at its peak, in {shown.at}"]
+    if s is not setting:
+        lines.append(f"  rows of {s.data.seq_len:,} tokens, shared by {s.parallel.cp} ranks, need most of all sizes")
     lines += resident_lines(s, held, shown)
     lines += activation_lines(s, held, shown)
     for name, explanation in other_memory_parts(s, shown).items():

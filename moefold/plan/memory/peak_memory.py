@@ -18,6 +18,7 @@ from typing import NamedTuple
 from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.run import Config
+from moefold.plan.memory.context_rows import settings_of_rows
 from moefold.plan.memory.grouped_parameters import with_groups
 from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.live_microbatches import StageBytes, running_op
@@ -87,6 +88,24 @@ def plan_memory(
 
 
 def memory_by_rank(s: RunSetting, ranks: Iterable[int] | None = None) -> list[RankMemory]:
+    """Memory of pipeline ranks; with dynamic sizes of context parallelism in rows of the size that needs most."""
+    memory = memory_of_setting(fullest_setting(s), ranks)
+    return [replace(rank, outside=s.outside) for rank in memory]
+
+
+def fullest_setting(s: RunSetting) -> RunSetting:
+    """The setting of the rows that need most; with fixed sizes the run's own."""
+    settings = settings_of_rows(s)
+    if len(settings) == 1:
+        return settings[0]
+    return max(settings, key=most_memory)
+
+
+def most_memory(s: RunSetting) -> float:
+    return fullest_rank(memory_of_setting(s)).total
+
+
+def memory_of_setting(s: RunSetting, ranks: Iterable[int] | None = None) -> list[RankMemory]:
     all_stages = stages_by_rank(s.config)
     if ranks is None:
         ranks = range(len(all_stages))

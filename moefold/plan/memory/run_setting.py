@@ -20,6 +20,7 @@ from moefold.config.run import (
     TrainConfig,
 )
 from moefold.dispatch.price import cheapest_dispatcher
+from moefold.layout.fold import powers_of_two_in
 from moefold.plan.layer.layer_costs import PieceCount, count_piece, is_last_layer
 from moefold.plan.layer.layer_recipes import quantises_products, recipes_of_layers
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes, make_rank_portion
@@ -154,7 +155,9 @@ class RunSetting:
     @cached_property
     def outside(self) -> float:
         """Bytes of GPU memory outside torch's allocator."""
-        sizes = (*self.degrees.values(), self.parallel.pp)
+        sizes = [*self.degrees.values(), self.parallel.pp]
+        if self.parallel.context_sizes == "dynamic":
+            sizes += powers_of_two_in(self.degrees["dp"] * self.parallel.cp)
         groups = sum(size > 1 for size in sizes)
         return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * groups
 

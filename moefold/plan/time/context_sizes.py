@@ -10,14 +10,12 @@ the seconds of each microbatch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import log
 from typing import NamedTuple
 
 import numpy as np
 
-from moefold.config.run import PipelineConfig
 from moefold.data.dynamic_context import (
     ContextGroup,
     ContextMicrobatch,
@@ -31,11 +29,7 @@ from moefold.data.dynamic_context import (
     small_large_small,
 )
 from moefold.data.packing import fill_bins
-from moefold.plan.time.simulate_step import ordered_program
-from moefold.schedule.simulate_program import uneven_makespan
-from moefold.schedule.stage_costs import uniform_costs
-
-OP_SHARES = 3  # of a microbatch's seconds: forward, data gradient, weight gradient
+from moefold.plan.time.dynamic_step import step_seconds
 
 
 class LengthDistribution(NamedTuple):
@@ -104,21 +98,3 @@ def bin_seconds(filled: OpenGroup) -> float:
 def dynamic_plan(lengths: Sequence[int], shape: ContextShape, price: ContextPrice) -> ContextPlan:
     plan = plan_context(lengths, shape, price)
     return plan._replace(seconds=step_seconds(plan.microbatches, shape.stages))
-
-
-def step_seconds(microbatches: Sequence[ContextMicrobatch], stages: int) -> float:
-    """Seconds of the pipeline's program, stages of equal work."""
-    program = ordered_program(PipelineConfig(), stages, len(microbatches))
-    costs = uniform_costs(stages)
-    weights = [microbatch.seconds / (OP_SHARES * stages) for microbatch in microbatches]
-    return uneven_makespan(program, costs, weights)
-
-
-def ranks_by_size(microbatches: Sequence[ContextMicrobatch]) -> dict[int, int]:
-    """Ranks of groups with samples, by the size of the group, summed over microbatches."""
-    ranks = Counter[int]()
-    for microbatch in microbatches:
-        for group in microbatch.groups:
-            if group.samples:
-                ranks[group.size] += group.size
-    return dict(sorted(ranks.items()))

@@ -13,7 +13,8 @@ from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import piece_name
 from moefold.plan.memory.peak_memory import RunSetting
 from moefold.plan.memory.rank_stages import stages_by_rank
-from moefold.plan.time.simulate_step import OVERLAP_FRICTION, StepTime, time_training_step
+from moefold.plan.time.dynamic_step import dynamic_context, time_step
+from moefold.plan.time.simulate_step import OVERLAP_FRICTION, StepTime
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock
 
 OP_TIME_PARTS = {
@@ -30,7 +31,7 @@ OP_TIME_PARTS = {
 def explain_time(setting: RunSetting, gpu: Gpu) -> list[str]:
     """Lines of a step's time: each kind of piece once, then the pipeline, the exchange and the optimizer."""
     clock = StepClock(setting, gpu)
-    step = time_training_step(setting, gpu)
+    step = time_step(setting, gpu)
     kinds: dict[tuple[str, int], None] = {}
     for rank in stages_by_rank(setting.config):
         for pieces in rank.pieces:
@@ -109,7 +110,11 @@ def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
     program = f"simulated with the program of {pipeline.schedule}"
     if pipeline.pair:
         program += f", paired; a paired slot takes {OVERLAP_FRICTION:.0%} of its overlapped communication longer"
-    if s.choices.documents:
+    dynamic = dynamic_context(s)
+    if dynamic:
+        yield str(dynamic)
+        shape = f"about {dynamic.microbatches} microbatches over {s.parallel.pp} ranks"
+    elif s.choices.documents:
         yield f"attention of the busiest ranks: {s.attention_imbalance:.3f} times the mean, by lengths of documents"
     yield f"pipeline: {step.pipeline_time.seconds:.4f} s for {shape}, {program}"
     replicas = f"dp {s.degrees['dp']} and edp {s.degrees['edp']}"

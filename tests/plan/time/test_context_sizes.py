@@ -12,7 +12,8 @@ from moefold.bench.options import ContextOptions
 from moefold.config.run import PipelineConfig
 from moefold.data.dynamic_context import ContextMicrobatch, ContextShape
 from moefold.plan.time.context_price import PlannedContextPrice, timed_lengths
-from moefold.plan.time.context_sizes import LengthDistribution, static_plan, step_seconds
+from moefold.plan.time.context_sizes import LengthDistribution, static_plan
+from moefold.plan.time.dynamic_step import step_seconds
 from moefold.plan.time.simulate_step import ordered_program
 from moefold.schedule.simulate_program import time_slots, uneven_makespan
 from moefold.schedule.stage_costs import uniform_costs
