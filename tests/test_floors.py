@@ -68,6 +68,7 @@ TORCH_FREE = {
     "data/entries.py",
     "data/file_kinds.py",
     "data/folder_actions.py",
+    "data/look_ahead.py",
     "data/megatron.py",
     "data/mixture.py",
     "data/packing.py",

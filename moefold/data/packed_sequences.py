@@ -20,7 +20,7 @@ from moefold.config.errors import UserError
 from moefold.data.cut_samples import CutSamples, sum_cuts
 from moefold.data.document_stream import DocumentId, Window
 from moefold.data.mixture import Mixture
-from moefold.data.packing import PackedBins, PackingShape, PackingState, Sample, TakenSample, pack_next
+from moefold.data.packing import PackedBins, PackingShape, PackingState, Sample, TakenSample, TakeSample, pack_next
 from moefold.data.recent import keep_newest
 from moefold.data.sequences import SequenceArrays, Sequences, labels_of
 from moefold.layout.labels import IGNORE_INDEX
@@ -180,12 +180,17 @@ class PackedSequences:
         if not bins:
             return PackedBins([], 0), state
         shape = PackingShape(bins, self.seq_len, self.fit)
+        take = self.taker_of(source)
+        return pack_next(state, take, shape)
+
+    def taker_of(self, source: int) -> TakeSample:
+        """What takes the next sample of a source."""
         row = self.sources[source].row
 
         def take(position: int) -> TakenSample:
             return take_sample(row, position, self.seq_len)
 
-        return pack_next(state, take, shape)
+        return take
 
     def waste(self, first: int) -> float:
         return self.plan_at(first).waste
