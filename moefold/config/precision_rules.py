@@ -217,9 +217,12 @@ class ProductWidth:
     applies: Callable[[ConfigOnRanks], bool] = always
 
     def ranks(self, c: ConfigOnRanks) -> int:
+        """The ranks that cut the width; 1 where they share key/value heads, which are whole on each."""
         if not self.axis:
             return 1
-        return getattr(c.parallel, self.axis)
+        ranks: int = getattr(c.parallel, self.axis)
+        is_shared = self.per_head and ranks > c.model.attention.kv_heads
+        return 1 if is_shared else ranks
 
     def on_one_rank(self, c: ConfigOnRanks) -> int:
         heads = c.model.attention.kv_heads if self.per_head else 1

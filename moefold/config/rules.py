@@ -418,11 +418,6 @@ DIVISIBILITY_RULES = RuleList(
 )
 
 
-def shares_kv_heads(c: ConfigOnRanks) -> bool:
-    """Whether several tp ranks share a key/value head."""
-    return c.parallel.tp > c.model.attention.kv_heads
-
-
 def advise_kv_split(c: ConfigOnRanks) -> str:
     return f"set parallel.tp to one of {divisors_in_words(c.model.attention.kv_heads)}"
 
@@ -437,18 +432,6 @@ def advise_kv_split(c: ConfigOnRanks) -> str:
 def tp_splits_kv_heads(c: ConfigOnRanks) -> bool:
     tp, kv_heads = c.parallel.tp, c.model.attention.kv_heads
     return kv_heads % tp == 0 or tp % kv_heads == 0
-
-
-@DIVISIBILITY_RULES.rule(
-    "shared key and value heads are plain",
-    ("parallel.tp", KV_HEADS, "precision.recipe", "precision.recipes", "lora.rank", "optim.qk_clip"),
-    why="ranks that share a head have no adapters, no FP8 products and no clipped logits",
-    fix="set parallel.tp to {model.attention.kv_heads}",
-)
-def shared_kv_heads_are_plain(c: ConfigOnRanks) -> bool:
-    quantises = c.precision.recipe != "plain" or bool(c.precision.recipes)
-    is_plain = not quantises and c.lora.rank == 0 and c.optim.qk_clip == 0
-    return is_plain or not shares_kv_heads(c)
 
 
 # Context parallelism and kernels.

@@ -558,11 +558,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--model.attention.heads=6 --model.attention.kv_heads=3 --parallel.tp=2", 2, "model.attention.kv_heads = 3"),
         ("--model.attention.heads=6 --model.attention.kv_heads=6 --parallel.tp=4", 4, "parallel.tp = 4"),
     ],
-    "shared key and value heads are plain": [
-        ("--parallel.tp=4 --lora.rank=4", 4, "lora.rank = 4"),
-        ("--parallel.tp=4 --precision.recipe=fp8_block", 4, "precision.recipe = fp8_block"),
-        ("--parallel.tp=4 --optim.qk_clip=30", 4, "optim.qk_clip = 30"),
-    ],
     "tp splits model.vocab": [("--model.vocab=257 --parallel.tp=2", 2, "model.vocab = 257")],
     "tp splits model.dense_ffn": [
         ("--model.moe.dense_layers=1 --model.dense_ffn=33 --parallel.tp=2", 2, "model.dense_ffn = 33")

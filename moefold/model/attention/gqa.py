@@ -103,7 +103,7 @@ class GroupedQueryAttention(AttentionBase):
         weight = self.query.weight
         heads, width, _ = weight.shape
         kv_heads = len(self.key.weight)
-        is_shared = heads > kv_heads
+        is_shared = heads > kv_heads or self.shares_kv_heads
         factor_H = ratio_H
         if not is_shared:
             factor_H = ratio_H.sqrt()
