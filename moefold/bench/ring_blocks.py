@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from rich.table import Table
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from moefold.bench.machine import cuda_capability
 from moefold.bench.report import Row, report_table
 from moefold.kernels.attention.autotune import forward_and_backward, median_milliseconds, random_inputs
 from moefold.kernels.attention.choices import BLOCK_CHOICES
+from moefold.kernels.attention.masked import first_visible_key
 from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.facts import AttentionShape, Facts
 from moefold.layout.dtypes import DTYPES
@@ -22,6 +24,7 @@ from moefold.layout.dtypes import DTYPES
 BLOCK_SHAPE = AttentionShape(4096, heads=32, kv_heads=4, head_dim=128, value_dim=128)
 PRODUCTS = 7  # two of forward and five of backward, each 2 S L D operations for every head
 WHOLE = "whole sequences"
+MEAN_DOCUMENT = 700  # tokens
 
 
 class BlockInputs(NamedTuple):
@@ -31,8 +34,28 @@ class BlockInputs(NamedTuple):
     dy: Tensor
 
 
+class BlockMask(NamedTuple):
+    """How far queries stand ahead of keys, the window, and where documents begin."""
+
+    ahead: int
+    window: int = 0
+    begins_BS: Tensor | None = None
+
+    def visible_share(self, q_BSHD: Tensor) -> float:
+        """Pairs of a query and a key that it sees, over all pairs of a block."""
+        first_BS = first_visible_key(q_BSHD, *self)
+        queries = q_BSHD.shape[1]
+        keys = queries
+        own_S = torch.arange(queries, device=q_BSHD.device) + self.ahead
+        last_S = own_S.clamp(max=keys - 1)
+        seen_BS = last_S - first_BS + 1
+        seen = seen_BS.clamp(min=0).double()
+        return seen.mean().item() / keys
+
+
 def ring_block_rows(device: str) -> list[Row]:
-    """Milliseconds and TF/s of whole sequences, of blocks on the diagonal and of wholly visible blocks."""
+    """Milliseconds and TF/s of whole sequences, and of blocks: on the diagonal, wholly visible, with documents, and at
+    the end of a window."""
     capability = cuda_capability(device)
     facts = Facts(device, "bf16", capability, attention=BLOCK_SHAPE)
     dtype = DTYPES[facts.dtype]
@@ -43,29 +66,51 @@ def ring_block_rows(device: str) -> list[Row]:
     first = timed_row(WHOLE, "deterministic", whole, flops / 2)
     rows = [first]
     inputs = BlockInputs(*map(Tensor.detach, (q, k, v, dy)))
+    masks = block_masks(inputs)
     for choice in BLOCK_CHOICES:
         if choice.when(facts):
-            rows += rows_of_kernel(choice.name, inputs)
+            rows += rows_of_kernel(choice.name, inputs, masks)
     return rows
 
 
-def rows_of_kernel(kernel: str, inputs: BlockInputs) -> list[Row]:
-    diagonal = block_milliseconds(kernel, inputs, ahead=0)
-    visible = block_milliseconds(kernel, inputs, ahead=BLOCK_SHAPE.length)
+def block_masks(inputs: BlockInputs) -> dict[str, BlockMask]:
+    sequences, length, _, _ = inputs.q.shape
+    begins = document_begins(sequences, length).to(inputs.q.device)
+    return {
+        "on the diagonal": BlockMask(0),
+        "wholly visible": BlockMask(length),
+        f"documents of about {MEAN_DOCUMENT}": BlockMask(0, 0, begins),
+        f"window {length}, half of the block": BlockMask(length, length),
+    }
+
+
+def document_begins(sequences: int, length: int) -> Tensor:
+    """The first position of each position's document, of random lengths."""
+    generator = torch.Generator()
+    generator.manual_seed(0)
+    starts = torch.rand(sequences, length, generator=generator) < 1 / MEAN_DOCUMENT
+    position = torch.arange(length)
+    start_or_zero = torch.where(starts, position, 0)
+    return start_or_zero.cummax(1).values.int()
+
+
+def rows_of_kernel(kernel: str, inputs: BlockInputs, masks: dict[str, BlockMask]) -> list[Row]:
     flops = flops_of_all_pairs(batch=len(inputs.q))
-    return [
-        timed_row("on the diagonal", kernel, diagonal, flops / 2),
-        timed_row("wholly visible", kernel, visible, flops),
-    ]
+    rows: list[Row] = []
+    for name, mask in masks.items():
+        milliseconds = block_milliseconds(kernel, inputs, mask)
+        share = mask.visible_share(inputs.q)
+        rows.append(timed_row(name, kernel, milliseconds, flops * share))
+    return rows
 
 
-def block_milliseconds(kernel: str, inputs: BlockInputs, ahead: int) -> float:
+def block_milliseconds(kernel: str, inputs: BlockInputs, mask: BlockMask) -> float:
     q, k, v, dy = inputs
     attend = attention_block.implementations[kernel]
     attend_backward = attention_block_backward.implementations[kernel]
     merge = merge_attention_block.implementations["triton"]
     scale = q.shape[-1] ** -0.5
-    result, lse = attend(q, k, v, scale, ahead, 0)
+    result, lse = attend(q, k, v, scale, *mask)
     out = result.float()
     products = dy.float() * out
     delta = products.sum(-1).transpose(1, 2)
@@ -73,9 +118,9 @@ def block_milliseconds(kernel: str, inputs: BlockInputs, ahead: int) -> float:
     merged_lse = lse.clone()
 
     def forward_merge_backward() -> None:
-        part, part_lse = attend(q, k, v, scale, ahead, 0)
+        part, part_lse = attend(q, k, v, scale, *mask)
         merge(out, merged_lse, part, part_lse)
-        attend_backward(dy, q, k, v, lse, delta, scale, ahead, 0)
+        attend_backward(dy, q, k, v, lse, delta, scale, *mask)
 
     return median_milliseconds(forward_merge_backward)
 
