@@ -19,6 +19,7 @@ from moefold.kernels.attention.backward_hopper_launch import (
     softmax_statistics,
 )
 from moefold.kernels.attention.backward_triton import attention_backward
+from moefold.kernels.attention.ring_block import attention_block, attention_block_backward
 from moefold.kernels.attention.workspace import kv_heads_at_once, score_gradient_rows
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -144,8 +145,9 @@ def test_a_sequence_in_chunks_has_the_gradients_of_the_reference_every_time(
 ):
     """As with sequences whose scores do not fit: 32,768 positions, eight query heads to a key/value head."""
     x = inputs(*shape)
-    monkeypatch.setattr(workspace, "MOST_BYTES", workspace.kv_head_bytes(500, 8, causal=False))
-    monkeypatch.setattr(workspace, "CHUNK_BYTES", 3 * workspace.chunk_head_bytes(shape[1], 256, 4, 128))
+    _, s, h, g, d = shape
+    monkeypatch.setattr(workspace, "MOST_BYTES", workspace.kv_head_bytes(s, h // g) - 1)
+    monkeypatch.setattr(workspace, "CHUNK_BYTES", 2 * workspace.chunk_head_bytes(s, s // 4, h // g, d))
     monkeypatch.setattr(workspace, "LEAST_CHUNK", 128)
     assert not hopper_backward_applies(x.q, x.k, SCALE)
     assert hopper_chunks(x.q, x.k, SCALE)
@@ -153,6 +155,13 @@ def test_a_sequence_in_chunks_has_the_gradients_of_the_reference_every_time(
     first, *others = (attention_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE) for _ in range(3))
     all_close(first, expected(x))
     assert all(same_bits(first, other) for other in others)
+    block = attention_block_backward.implementations["hopper"]
+    ahead = (SCALE, s, 0)  # a block of a ring that is wholly visible
+    wide = [one.float() for one in x]
+    _, lse = attention_block.reference(*wide[:3], *ahead)
+    delta = torch.zeros_like(lse)
+    found = block(x.dy, x.q, x.k, x.v, lse, delta, *ahead)
+    all_close(found, attention_block_backward.reference(wide[3], *wide[:3], lse, delta, *ahead))
 
 
 @pytest.mark.gpu
