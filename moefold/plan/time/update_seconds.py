@@ -21,7 +21,7 @@ from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES,
 from moefold.plan.memory.run_setting import RunSetting
 
 MUON_PASS_BYTES = 8  # of a parameter: direction and orthogonal matrix, each written and read in bf16
-NEWTON_SCHULZ_RATE = 0.8  # of the peak in bf16, counting plain operations, of which the Gram form needs half
+NEWTON_SCHULZ_RATE = 1.0  # of the peak in bf16, counting plain operations, of which the Gram form needs half
 TWO_WAY_LINK = 0.91  # of the rate of one way, each way, as measured on an H200
 Matrix = tuple[int, int]
 
