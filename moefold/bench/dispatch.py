@@ -35,7 +35,7 @@ from moefold.bench.report import (
 )
 from moefold.dispatch.base import Receipt, Routing, RowPolicy
 from moefold.dispatch.expert_placement import contiguous_placement
-from moefold.dispatch.symmetric import ArenaDispatcher, ArenaRows, SymmetricHop, room_bytes, row_bytes_at_most
+from moefold.dispatch.symmetric import ArenaDispatcher, ArenaRows, room_bytes, row_bytes_at_most
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.kernels.routing.expert_rows import sum_rows
@@ -44,6 +44,7 @@ from moefold.observe.profile import profile_device
 
 COPIED_BYTES = 2**30  # of the copy that bandwidth is measured by, on a GPU
 COPIED_BYTES_ON_CPU = 2**24
+KEPT_ROOMS = 2
 
 
 class DispatchCase(NamedTuple):
@@ -81,13 +82,12 @@ class PlayedLayer:
         experts = contiguous_placement(options.experts, ranks)
         rows = ArenaRows(options.tokens, options.tokens * ranks)
         row_bytes = row_bytes_at_most(self.case.hidden, self.dtype.itemsize, options.top_k)
-        size = room_bytes(rows, ranks, ranks, row_bytes)
+        size = room_bytes(rows, experts, ranks, options.top_k, row_bytes)
         dispatchers: list[ArenaDispatcher] = []
-        arenas = played_arenas(ranks, size, self.device, self.order)
+        arenas = played_arenas(ranks, size, self.device, self.order, KEPT_ROOMS)
         for rank, arena in enumerate(arenas):
-            hop = SymmetricHop(arena, experts, self.kernels, 1, rows)
             policy = RowPolicy(experts, rank)
-            dispatchers.append(ArenaDispatcher([hop], policy, self.kernels))
+            dispatchers.append(ArenaDispatcher(arena, policy, self.kernels, 1, rows))
         return dispatchers
 
     def draw_routing(self, options: DispatchOptions, rank: int) -> Routing:

@@ -60,13 +60,15 @@ class TurnOrder:
 class SilentArena:
     """Rooms without signals, for a device without kernels that signal."""
 
+    tail = None
+
     def __init__(self, axis: Axis, memory: PeerMemory):
         self.axis = axis
         self.number = 0
         self.arena_rooms = ArenaRooms(memory.parts, memory.sizes)
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-        return self.arena_rooms.of_exchange(self.number, rows, width, dtype)
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+        return self.arena_rooms.of_exchange(self.number, rows, width, dtype, offset)
 
     def exchange(self, what: str) -> None:
         self.number += 1
@@ -81,8 +83,17 @@ class PlayedArena:
         self.axis = arena.axis
         self.arena = arena
         self.order = order
+        self.arena_rooms = arena.arena_rooms
         self.rooms = arena.rooms
         self.require_peers = arena.require_peers
+
+    @property
+    def tail(self) -> Any:
+        return self.arena.tail
+
+    @property
+    def number(self) -> int:
+        return self.arena.number
 
     def exchange(self, what: str) -> None:
         self.arena.exchange(what)
@@ -93,10 +104,12 @@ def played_axis(rank: int, ranks: int) -> Axis:
     return Axis("ep", tuple(range(ranks)), rank)
 
 
-def played_arenas(ranks: int, room_bytes: int, device: torch.device, order: TurnOrder) -> list[PlayedArena]:
+def played_arenas(
+    ranks: int, room_bytes: int, device: torch.device, order: TurnOrder, kept: int = 0
+) -> list[PlayedArena]:
     """The arena of each rank, over the same parts."""
     axes = [played_axis(rank, ranks) for rank in range(ranks)]
-    sizes = part_sizes(axes[0], room_bytes)
+    sizes = part_sizes(axes[0], room_bytes, kept)
     parts = [torch.zeros(sizes.total, dtype=torch.uint8, device=device) for _ in axes]
     spare = torch.zeros(sizes.word_bytes, dtype=torch.uint8, device=device)
     arenas: list[PlayedArena] = []

@@ -65,7 +65,7 @@ OPTIMIZER_OPS = {"add_squares", "adamw"}
 PLAIN_MOMENTS = {"fp32", "bf16", "as_first"}  # others are in blocks
 STASH_OPS = {"push_rows", "pop_rows"}
 # of the dispatcher symmetric
-PEER_OPS = {"count_parcels", "place_parcels", "push_peer_rows", "sum_rows_into", "sum_peer_rows"}
+PEER_OPS = {"announce_choices", "arrange_arrivals", "push_peer_rows", "sum_rows_into", "sum_peer_rows"}
 MUON_OPS = {"muon_momentum", "newton_schulz", "muon_weights"}
 RING_OPS = {
     "attention_block",

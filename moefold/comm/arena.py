@@ -1,7 +1,8 @@
 """The arena: memory of every rank of an axis that all of them read and write, and the signals between them.
 
 Every rank owns a part of the arena. It begins with one word for each rank: the number of the last exchange for which
-that rank has signalled. Behind the words lie two rooms, which exchanges use in turns.
+that rank has signalled. Behind the words lie two rooms, which exchanges use in turns, and further ones that a rank
+keeps for itself and lets others write to (dispatch/kept_rooms.py).
 
     exchange e     write to rooms of turn e % 2, own or others'  ->  signal all  ->  wait for all  ->  read them
 
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,9 +46,20 @@ class Arena(Protocol):
     """Rooms of all ranks of an axis, and exchanges between them."""
 
     axis: Axis
+    arena_rooms: ArenaRooms
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-        """The room of each rank for the next exchange, as a matrix."""
+    @property
+    def number(self) -> int:
+        """The number of the last exchange."""
+        ...
+
+    @property
+    def tail(self) -> Any:
+        """What a kernel needs to give the signals of the next exchange; None: no kernel can."""
+        ...
+
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+        """The room of each rank for the next exchange, as a matrix that begins at an offset in bytes."""
         ...
 
     def exchange(self, what: str) -> None:
@@ -73,17 +85,18 @@ def order_memory() -> None:
 
 
 class PartSizes:
-    """Bytes of a rank's part: words, and two rooms behind them."""
+    """Bytes of a rank's part: words, and behind them two rooms and those that are kept."""
 
-    def __init__(self, words: int, room_bytes: int):
+    def __init__(self, words: int, room_bytes: int, kept: int = 0):
         self.word_bytes = words * WORD_BYTES
         self.first_room = aligned_bytes(self.word_bytes)
         self.room_bytes = aligned_bytes(room_bytes)
-        self.total = self.first_room + TURNS * self.room_bytes
+        self.rooms = TURNS + kept
+        self.total = self.first_room + self.rooms * self.room_bytes
 
-    def room_of(self, part: Tensor, turn: int, size: int) -> Tensor:
-        assert size <= self.room_bytes, f"a room has {self.room_bytes} bytes, {size} are asked for"
-        begin = self.first_room + turn * self.room_bytes
+    def room_of(self, part: Tensor, number: int, size: int, offset: int = 0) -> Tensor:
+        assert offset + size <= self.room_bytes, f"a room has {self.room_bytes} bytes, {offset + size} are asked for"
+        begin = self.first_room + number * self.room_bytes + offset
         return part[begin : begin + size]
 
     def words_of(self, part: Tensor) -> Tensor:
@@ -96,41 +109,59 @@ class ArenaRooms:
     def __init__(self, parts: Sequence[Tensor], sizes: PartSizes):
         self.parts = parts
         self.sizes = sizes
-        self.known: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
+        self.known: dict[tuple[int, int, int, int, torch.dtype], list[Tensor]] = {}
+        self.known_together: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
-    def of_exchange(self, number: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    def of_exchange(self, number: int, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
         turn = number % TURNS
-        key = (turn, rows, width, dtype)
+        key = (turn, offset, rows, width, dtype)
         if key not in self.known:
-            self.known[key] = self.view(turn, rows, width, dtype)
+            self.known[key] = self.view(turn, offset, rows, width, dtype)
         return self.known[key]
 
-    def view(self, turn: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    def view(self, turn: int, offset: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
         size = rows * width * dtype.itemsize
         rooms: list[Tensor] = []
         for part in self.parts:
-            room = self.sizes.room_of(part, turn, size)
+            room = self.sizes.room_of(part, turn, size, offset)
             rooms.append(room.view(dtype).view(rows, width))
         return rooms
+
+    def together(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+        """For each rank all its rooms, (rooms, rows, width)."""
+        key = (rows, width, dtype)
+        if key not in self.known_together:
+            self.known_together[key] = [self.view_together(part, rows, width, dtype) for part in self.parts]
+        return self.known_together[key]
+
+    def view_together(self, part: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        sizes = self.sizes
+        size = rows * width * dtype.itemsize
+        assert size <= sizes.room_bytes, f"a room has {sizes.room_bytes} bytes, {size} are asked for"
+        all_rooms = part[sizes.first_room : sizes.total].view(dtype)
+        each = all_rooms.view(sizes.rooms, -1)
+        return each[:, : rows * width].unflatten(1, (rows, width))
 
 
 class SharedArena:
     """The arena of CPU ranks on one machine. `room_bytes`: of one room. `patience`: seconds that a rank waits for the
-    signal of another before it fails with the name of that rank."""
+    signal of another before it fails with the name of that rank. `kept`: rooms that are kept."""
 
-    def __init__(self, axis: Axis, room_bytes: int, patience: float):
+    tail = None
+
+    def __init__(self, axis: Axis, room_bytes: int, patience: float, kept: int = 0):
         self.axis = axis
         self.patience = patience
         self.number = 0  # of the last exchange
-        sizes = PartSizes(axis.size, room_bytes)
+        sizes = PartSizes(axis.size, room_bytes, kept)
         memory = open_shared_memory(axis, sizes.total * axis.size)
         parts = memory.view(axis.size, sizes.total)
         self.arena_rooms = ArenaRooms(list(parts), sizes)
         words = parts[:, : sizes.word_bytes].view(torch.int64)
         self.words = words.numpy()  # [i, j]: what rank j has signalled to rank i; read without an op of torch
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-        return self.arena_rooms.of_exchange(self.number, rows, width, dtype)
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+        return self.arena_rooms.of_exchange(self.number, rows, width, dtype, offset)
 
     def require_peers(self) -> None:
         """Nothing is left to be seen: every exchange has waited."""

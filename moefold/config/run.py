@@ -388,6 +388,13 @@ class ParallelConfig:
         at_least=0,
         at_most=65_536,
     )
+    kept_rooms: int = key(
+        2,
+        "symmetric: microbatches of a layer whose arrived tokens stay where ranks wrote them until backward has used "
+        "them; those of further ones are copied; each takes the memory of a room",
+        at_least=0,
+        at_most=65_536,
+    )
     clone_slots: int = key(
         0,
         "spare slots of an ep rank, for clones of hot experts of other ranks during one microbatch; 0: none",

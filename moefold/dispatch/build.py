@@ -28,12 +28,11 @@ from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.measure_links import measure_links
-from moefold.dispatch.price import bounded_rows, cheapest_dispatcher, tokens_per_rank
+from moefold.dispatch.price import bounded_rows, cheapest_dispatcher, kept_rooms, tokens_per_rank
 from moefold.dispatch.symmetric import (
     ArenaDispatcher,
     BoundedRoom,
     SymmetricDispatcher,
-    SymmetricHop,
     arena_rows,
     room_bytes,
     row_bytes_at_most,
@@ -73,7 +72,8 @@ def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
 class DispatchSetting:
     """Arguments of a builder: the run's ranks and kernels, the placement of experts, and the rows to be sent. `tokens`
     that a rank sends at a time in training, `choices` of a token at most. `patience`: seconds to wait for a rank.
-    `most_rows` of a rank's experts that there is memory for; 0: for all that can come."""
+    `most_rows` of a rank's experts that there is memory for; 0: for all that can come. `kept_rooms`: rooms in which
+    arrived tokens stay (dispatch/kept_rooms.py)."""
 
     world: World
     kernels: BoundKernels
@@ -84,6 +84,7 @@ class DispatchSetting:
     choices: int = 1
     patience: float = 1800.0
     most_rows: int = 0
+    kept_rooms: int = 0
 
     @property
     def experts(self) -> ExpertPlacement:
@@ -181,10 +182,9 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
     rows = arena_rows(setting.tokens, ranks.size, setting.most_rows)
     room = BoundedRoom(world.device) if setting.most_rows else None
     row_bytes = row_bytes_at_most(setting.row_width, setting.dtype.itemsize, setting.choices)
-    size = room_bytes(rows, ranks.size, world.ep.size, row_bytes)
+    size = room_bytes(rows, setting.experts, ranks.size, setting.choices, row_bytes)
     arena = make_arena(setting, size)
-    hop = SymmetricHop(arena, setting.experts, setting.kernels, world.etp.size, rows, room)
-    direct = ArenaDispatcher([hop], setting.row_policy, setting.kernels)
+    direct = ArenaDispatcher(arena, setting.row_policy, setting.kernels, world.etp.size, rows, room)
     collectives = build_from_hops(dedup_hops, setting)
     return SymmetricDispatcher(direct, collectives, arena, room)
 
@@ -193,13 +193,13 @@ def make_arena(setting: DispatchSetting, room_bytes: int) -> Arena:
     world = setting.world
     ranks = world.ep_etp
     if world.device.type == "cpu":
-        return SharedArena(ranks, room_bytes, setting.patience)
+        return SharedArena(ranks, room_bytes, setting.patience, setting.kept_rooms)
     if not triton_runs(setting.kernels.facts):
         raise UserError(
             "parallel.dispatcher = symmetric signals by kernels in Triton on GPUs, but Triton is not installed or does "
             "not run on this one; install triton, or set parallel.dispatcher to dedup"
         )
-    memory = open_device_memory(ranks, room_bytes, world.device)
+    memory = open_device_memory(ranks, room_bytes, world.device, setting.kept_rooms)
     return DeviceArena(ranks, memory, setting.patience)
 
 
@@ -270,6 +270,7 @@ def build_dispatcher(
         most_choices(moe),
         config.train.slow_timeout,
         bounded_rows(config),
+        kept_rooms(config),
     )
     dispatcher = build(setting)
     if slots:

@@ -1,7 +1,8 @@
 """The arena of GPU ranks on one machine: parts in symmetric memory, signals and waits by kernels.
 
-An exchange is one launch, and the host waits for nothing. What it learns of a rank that gave no signal stands in a few
-words of pinned memory, which the kernel writes: the host looks at them in every exchange and with every report.
+An exchange is the end of the kernel that writes, or a launch of its own where that kernel gives no signals. The host
+waits for nothing. What it learns of a rank that gave no signal stands in a few words of pinned memory, which the kernel
+writes: the host looks at them in every exchange and with every report.
 
     waiting kernel    gives up by the device's clock -> names the rank in pinned memory; later exchanges do not wait
     host              sees the name with the next exchange or report, and fails
@@ -25,6 +26,7 @@ from torch import Tensor
 from moefold.comm.arena import ArenaRooms, PartSizes, lost_peer
 from moefold.comm.host_objects import first_object
 from moefold.config.errors import UserError
+from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.layout.axes import Axis
 from moefold.watch.position import note_collective
 
@@ -47,41 +49,45 @@ class DeviceArena:
 
     def __init__(self, axis: Axis, memory: PeerMemory, patience: float):
         self.axis = axis
-        self.patience = patience
         self.memory = memory
         self.number = 0  # of the last exchange that was issued
         self.arena_rooms = ArenaRooms(memory.parts, memory.sizes)
         device = memory.parts[0].device
         addresses = [words.data_ptr() for words in memory.words]
-        self.addresses = torch.tensor(addresses, device=device)
-        self.fault_2 = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.seen_fault_2 = self.fault_2.numpy()  # read without an op of torch
+        fault_2 = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.seen_fault_2 = fault_2.numpy()  # read without an op of torch
+        finished = torch.zeros(1, dtype=torch.int32, device=device)
+        word_addresses = torch.tensor(addresses, device=device)
+        lost = memory.words[axis.index][-1:]
+        self.tail = ExchangeTail(word_addresses, fault_2, finished, lost, axis.index, patience)
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-        return self.arena_rooms.of_exchange(self.number, rows, width, dtype)
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+        return self.arena_rooms.of_exchange(self.number, rows, width, dtype, offset)
 
     def exchange(self, what: str) -> None:
         from moefold.kernels.routing.peer_signals_triton import launch_exchange_signals
 
         self.require_peers()
         note_collective(what, self.axis.name)
-        launch_exchange_signals(self.addresses, self.fault_2, self.axis.index, self.patience)
+        if not self.tail.is_given:
+            launch_exchange_signals(self.tail)
+        self.tail.is_given = False
         self.number += 1
 
     def require_peers(self) -> None:
         lost, number = self.seen_fault_2
         if lost:
-            raise lost_peer(self.axis, int(lost) - 1, f"exchange {number}", self.patience)
+            raise lost_peer(self.axis, int(lost) - 1, f"exchange {number}", self.tail.patience)
 
 
-def part_sizes(axis: Axis, room_bytes: int) -> PartSizes:
-    return PartSizes(axis.size + FURTHER_WORDS, room_bytes)
+def part_sizes(axis: Axis, room_bytes: int, kept: int = 0) -> PartSizes:
+    return PartSizes(axis.size + FURTHER_WORDS, room_bytes, kept)
 
 
-def open_device_memory(axis: Axis, room_bytes: int, device: torch.device) -> PeerMemory:
+def open_device_memory(axis: Axis, room_bytes: int, device: torch.device, kept: int = 0) -> PeerMemory:
     """Memory of all ranks of the axis, mapped by each. Every rank calls this; all succeed, or all raise. Ranks agree
     that each has its part before they meet: they would wait for one that has not."""
-    sizes = part_sizes(axis, room_bytes)
+    sizes = part_sizes(axis, room_bytes, kept)
     allocate = partial(allocate_part, sizes, device)
     part = succeed_together(allocate, axis, sizes)
     map_all = partial(map_parts, axis, sizes, part)

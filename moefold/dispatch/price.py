@@ -37,6 +37,12 @@ def room_in_words(config: Config) -> str:
     return f"room for {rows} rows, {parallel.room:g} x the mean; a step with more is run again by dedup"
 
 
+def kept_rooms(config: Config) -> int:
+    """Rooms in which arrived tokens stay until nobody reads them. A room is free for what is launched behind its last
+    reader on the same stream, so there is none where layers run on two lanes."""
+    return 0 if config.pipeline.pair else config.parallel.kept_rooms
+
+
 def bounded_rows(config: Config) -> int:
     """Rows of its experts that a rank has room for with `parallel.room`. The mean of a token's experts is top_k, also
     where experts choose tokens and all of them may choose the same."""

@@ -1,14 +1,18 @@
-"""The symmetric hop: ranks write tokens into each other's memory (comm/arena.py), and the host waits for nothing.
+"""The symmetric dispatcher: ranks write tokens into each other's memory (comm/arena.py); the host waits for nothing.
 
-    plan       counts of all ranks -> where rows of this rank begin on every other -> choices and router weights
-    out        one copy of a token into the room of each distinct rank of its experts
-    back       each rank leaves its results in its own room, and the ranks of the tokens read and sum them
+    plan       choices of all ranks to all -> places of this rank's rows on every other, order of those that arrive
+    dispatch   one copy of a token into a room of each distinct rank of its experts, where these read it
+    combine    each rank leaves its results in its own room, and the ranks of the tokens read and sum them
+
+In forward these are five kernels: a kernel that writes to rooms gives the signals of its exchange (ExchangeTail).
+
+    announce_choices, arrange_arrivals | push_peer_rows | sum_rows_into, sum_peer_rows
 
 Rooms have a fixed number of rows, so that all shapes are known at assembly: rows behind the last arrived token are
 undefined and have no choice. Sums are those of `dedup`, in the same order. With experts sharded over etp, a token goes
 to all etp ranks of its experts, and their partial results are summed with the others.
 
-T tokens, K choices of a token, N rows of a room, D width, n ranks of ep, s ranks of ep and etp, B bytes.
+T tokens, K choices of a token, N rows of a room, D width, s ranks of ep and etp, E experts, R rows of experts.
 """
 
 from __future__ import annotations
@@ -20,23 +24,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.arena import Arena
+from moefold.comm.arena import TURNS, Arena, aligned_bytes
 from moefold.config.errors import UserError
-from moefold.dispatch.base import HopPlan, Receipt, Routing, RowOrder, Rows
+from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows, most_padded_rows
 from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.dispatch.hop_dispatcher import HopDispatcher
-from moefold.dispatch.traffic import Traffic
+from moefold.dispatch.kept_rooms import KeptRoom, KeptRooms
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.expert_rows import gather_rows
-from moefold.kernels.routing.peer_rows import (
-    count_parcels,
-    place_parcels,
-    push_peer_rows,
-    sum_peer_rows,
-    sum_rows_into,
+from moefold.kernels.routing.peer_plan import (
+    ArrangedArrivals,
+    ArrivalShape,
+    PlanRooms,
+    announce_choices,
+    arrange_arrivals,
+    blocks_of_tokens,
 )
+from moefold.kernels.routing.peer_rows import push_peer_rows, sum_peer_rows, sum_rows_into
 
 WORD = torch.int64
+COUNT = torch.int32
 
 
 class ArenaRows(NamedTuple):
@@ -58,88 +65,62 @@ def arena_rows(tokens: int, senders: int, most_rows: int) -> ArenaRows:
 
 
 class BoundedRoom:
-    """Whether tokens or rows found no room since the step began, on the device."""
+    """Whether tokens or rows found no room since the step began, on the device, where plans note it."""
 
     def __init__(self, device: torch.device):
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
 
-    def note(self, overflows: Tensor) -> None:
-        self.overflowed |= overflows
 
-
-class SymmetricLeg(NamedTuple):
-    """`slots_Ts`: the row of each token in the room of each rank, -1 for none."""
+class ArenaLeg(NamedTuple):
+    """`slots_Ts`: the row of each token in the room of each rank, -1 for none. `room_s`: the room that each rank keeps
+    for the tokens, -1 for none; `kept`: that of this rank."""
 
     slots_Ts: Tensor
+    room_s: Tensor
+    kept: KeptRoom
 
 
-class SymmetricHop:
-    """A hop over the ranks of ep and etp together, of which `etp` hold the same experts, one behind the other."""
+class ArenaDispatcher:
+    """Ranks of ep and etp together, of which `etp` hold the same experts, one behind the other."""
 
     def __init__(
         self,
         arena: Arena,
-        experts: ExpertPlacement,
+        row_policy: RowPolicy,
         kernels: BoundKernels,
         etp: int,
         rows: ArenaRows,
         room: BoundedRoom | None = None,
     ):
         self.arena = arena
-        self.room = room
-        self.experts = experts
+        self.row_policy = row_policy
         self.etp = etp
-        self.index = arena.axis.index
-        self.rank = self.index // etp
         self.rows = rows
-        self.count_parcels = kernels[count_parcels]
-        self.place_parcels = kernels[place_parcels]
+        self.index = arena.axis.index
+        self.kept_rooms = KeptRooms(arena.arena_rooms, self.index)
+        device = arena.arena_rooms.parts[0].device
+        self.overflowed = BoundedRoom(device).overflowed if room is None else room.overflowed
+        self.known_plan_rooms: dict[tuple[int, int, torch.dtype], PlanRooms] = {}
+        self.announce_choices = kernels[announce_choices]
+        self.arrange_arrivals = kernels[arrange_arrivals]
         self.push_peer_rows = kernels[push_peer_rows]
         self.sum_peer_rows = kernels[sum_peer_rows]
         self.sum_rows_into = kernels[sum_rows_into]
         self.gather_rows = kernels[gather_rows]
 
-    def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
+    @property
+    def experts(self) -> ExpertPlacement:
+        return self.row_policy.experts
+
+    def plan(self, routing: Routing) -> Receipt:
         weights_TK, ids_TK = routing
-        tokens, k = ids_TK.shape
-        self.require_room(tokens)
-        ranks = self.experts.rank_count
-        rank_TK = self.experts.rank_of(ids_TK)
-        rank_TK = torch.where(ids_TK >= 0, rank_TK, ranks)
-        counts_s2n = self.exchange_counts(rank_TK, ranks)
-        tokens_sn = counts_s2n[:, 0]
-        slots_Tn = self.place_parcels(rank_TK, tokens_sn, self.index, self.rows.arriving)
-        leg = SymmetricLeg(slots_Tn.repeat_interleave(self.etp, dim=1))
-        arrived_n, choices_n = counts_s2n.sum(0)
-        weights_NK, sent_NK = SendChoices.apply(weights_TK, ids_TK, self, leg)  # pyright: ignore[reportGeneralTypeIssues]
-        ids_NK = self.arrived_ids(sent_NK, arrived_n[self.rank])
-        most_choices = self.rows.arriving * min(k, self.experts.held)
-        if self.room is not None and self.rows.choices is not None:
-            most_choices = min(most_choices, self.rows.choices)
-            overflows_n = (arrived_n > self.rows.arriving) | (choices_n > most_choices)
-            self.room.note(overflows_n.any())
-            ids_NK = self.keep_first(ids_NK, most_choices)
-        arrivals = Routing(weights_NK, ids_NK)
-        return HopPlan(leg, arrivals, choices=most_choices, empty_rows=True)
-
-    def arrived_ids(self, sent_NK: Tensor, arrived: Tensor) -> Tensor:
-        """Ids of arrived choices, -1 behind them. What a lost rank has left in a room is no id: looked up, it would end
-        the device before the host can name that rank."""
-        device = sent_NK.device
-        row_N = torch.arange(self.rows.arriving, device=device)
-        has_arrived_N = row_N < arrived
-        is_id_NK = sent_NK >= 0
-        is_id_NK &= sent_NK < self.experts.experts
-        is_id_NK &= has_arrived_N[:, None]
-        return torch.where(is_id_NK, sent_NK, -1)
-
-    def keep_first(self, ids_NK: Tensor, most: int) -> Tensor:
-        """So many choices of experts held here, and none behind them."""
-        slot_NK = self.experts.slot_on_rank(ids_NK, self.rank)
-        is_held = (slot_NK < self.experts.held).flatten()
-        number = is_held.cumsum(0)
-        keeps_NK = (number <= most).view(ids_NK.shape)
-        return torch.where(keeps_NK, ids_NK, -1)
+        self.require_room(len(ids_TK))
+        kept = self.kept_rooms.keep_one()
+        arranged = ArrangeArrivals.apply(weights_TK, ids_TK, self, kept)
+        index_R, slots_NK, weight_R, ends_e, slots_Ts, room_s = arranged  # pyright: ignore[reportGeneralTypeIssues]
+        order = RowOrder(index_R, slots_NK, weight_R, ends_e, holes=True)
+        leg = ArenaLeg(slots_Ts, room_s, kept)
+        return Receipt(order, (leg,))
 
     def require_room(self, tokens: int) -> None:
         if tokens > self.rows.tokens:
@@ -148,48 +129,95 @@ class SymmetricHop:
                 f"x data.seq_len over tp x cp), but a rank sends {tokens}; set parallel.dispatcher to dedup"
             )
 
-    def exchange_counts(self, rank_TK: Tensor, ranks: int) -> Tensor:
-        """(s, 2, n): tokens and choices of every sender for every rank of ep."""
+    def exchange_choices(self, weights_TK: Tensor, ids_TK: Tensor, kept: KeptRoom) -> ArrangedArrivals:
+        rooms = self.plan_rooms(ids_TK.shape[1], weights_TK.dtype)
+        position_E = self.experts.lookup_table("positions", ids_TK.device)
+        tail = self.arena.tail
+        self.announce_choices(ids_TK, weights_TK, position_E, self.index, kept.number, *rooms, tail)
+        self.arena.exchange("choices")
+        shape = self.arrival_shape(*ids_TK.shape)
+        lost = None if tail is None else tail.lost
+        arranged = self.arrange_arrivals(*rooms.of(self.index), shape, self.overflowed, lost)
+        return ArrangedArrivals(*arranged)
+
+    def plan_rooms(self, k: int, dtype: torch.dtype) -> PlanRooms:
+        """Rooms for the choices of all ranks in the next exchange, made once for each shape."""
+        turn = self.arena.number % TURNS
+        key = (turn, k, dtype)
+        if key not in self.known_plan_rooms:
+            self.known_plan_rooms[key] = self.view_plan_rooms(k, dtype)
+        return self.known_plan_rooms[key]
+
+    def view_plan_rooms(self, k: int, dtype: torch.dtype) -> PlanRooms:
+        """Places, weights and counts of all ranks, one behind the other in a room."""
         senders = self.arena.axis.size
-        mine = self.count_parcels(rank_TK, ranks)
-        width = mine.numel()
-        rooms = self.arena.rooms(senders, width, WORD)
-        for room in rooms:
-            room[self.index].copy_(mine.flatten())
-        self.arena.exchange("counts of tokens")
-        counts = rooms[self.index].clone()
-        return counts.view(senders, 2, ranks)
+        tokens = self.rows.tokens
+        blocks = blocks_of_tokens(tokens)
+        columns = columns_of_counts(self.experts.experts, self.experts.rank_count)
+        choices = senders * tokens
+        first_weight = aligned_bytes(choices * k * COUNT.itemsize)
+        first_count = first_weight + aligned_bytes(choices * k * dtype.itemsize)
+        positions = self.arena.rooms(choices, k, COUNT)
+        weights = self.arena.rooms(choices, k, dtype, first_weight)
+        counts = self.arena.rooms(senders * blocks, columns, COUNT, first_count)
+        return PlanRooms(
+            by_sender(positions, senders),
+            by_sender(weights, senders),
+            by_sender(counts, senders),
+        )
 
-    def out(self, h_TD: Tensor, leg: SymmetricLeg) -> Tensor:
-        return PushTokens.apply(h_TD, self, leg)  # pyright: ignore[reportReturnType]
+    def arrival_shape(self, tokens: int, k: int) -> ArrivalShape:
+        policy = self.row_policy
+        held = policy.held
+        most = self.rows.arriving * min(k, held)
+        if self.rows.choices is not None:
+            most = min(most, self.rows.choices)
+        each = policy.each(tokens) if policy.each is not None else 0
+        rows = each * held if each else most_padded_rows(most, held, policy.multiple)
+        return ArrivalShape(self.index, self.etp, held, tokens, self.rows.arriving, rows, policy.multiple, each)
 
-    def back(self, y_ND: Tensor, leg: SymmetricLeg) -> Tensor:
-        return SumResults.apply(y_ND, self, leg)  # pyright: ignore[reportReturnType]
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
+        source_ND = self.send(h_TD, receipt)
+        return Rows(source_ND, receipt.order)
 
-    def combine_rows(self, y_RD: Tensor, order: RowOrder, leg: SymmetricLeg) -> Tensor:
+    def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
+        return PushTokens.apply(x_TD, self, receipt.legs[0])  # pyright: ignore[reportReturnType]
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """Results of experts, summed by arrived token where the ranks of the tokens read them."""
-        return CombineRows.apply(y_RD, self, order, leg)  # pyright: ignore[reportReturnType]
+        return CombineRows.apply(y_RD, self, receipt.order, receipt.legs[0])  # pyright: ignore[reportReturnType]
 
-    def push(self, x_TD: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
-        """x_ND: the rows that arrive. They are copied out of the room, which the exchange after the next overwrites."""
-        return self.push_to_rooms(x_TD, leg, what).clone()
+    def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
+        return SumResults.apply(y_ND, self, receipt.legs[0])  # pyright: ignore[reportReturnType]
 
-    def push_to_rooms(self, x_TD: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
-        """The rows that arrive, in this rank's room."""
-        rooms = self.rooms_for(x_TD)
-        self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, rooms)
+    def push_tokens(self, x_TD: Tensor, leg: ArenaLeg) -> Tensor:
+        """The rows that arrive. The first rows of a leg lie in the kept room of this rank. Others, and those for which
+        it has none, lie in the room of a turn, which the exchange after the next overwrites, and are copied."""
+        room_s = None if leg.kept.is_taken else leg.room_s
+        memory = leg.kept.take()
+        arrived_ND = self.push(x_TD, leg, "tokens", room_s)
+        if memory is None:
+            return arrived_ND.clone()
+        return memory.view(x_TD.dtype)[: arrived_ND.numel()].view(arrived_ND.shape)
+
+    def push(self, x_TD: Tensor, leg: ArenaLeg, what: str, room_s: Tensor | None = None) -> Tensor:
+        """The rows that arrive, in the room of the turn."""
+        width = x_TD.shape[1]
+        rooms = self.arena.arena_rooms.together(self.rows.arriving + 1, width, x_TD.dtype)
+        turn = self.arena.number % TURNS
+        self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, rooms, turn, room_s, self.arena.tail)
         self.arena.exchange(what)
         own = rooms[self.index]
-        return own[: self.rows.arriving]
+        return own[turn, : self.rows.arriving]
 
-    def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: SymmetricLeg) -> Tensor:
+    def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: ArenaLeg) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
         rooms = self.rooms_for(y_RD)
-        self.sum_rows_into(y_RD, order.slots_NK, rooms[self.index])
+        self.sum_rows_into(y_RD, order.slots_NK, rooms[self.index], self.arena.tail)
         self.arena.exchange("results")
         return self.sum_peer_rows(rooms, leg.slots_Ts)
 
-    def sum_back(self, y_ND: Tensor, leg: SymmetricLeg, what: str) -> Tensor:
+    def sum_back(self, y_ND: Tensor, leg: ArenaLeg, what: str) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
         rooms = self.rooms_for(y_ND)
         own = rooms[self.index]
@@ -202,43 +230,82 @@ class SymmetricHop:
         return self.arena.rooms(self.rows.arriving + 1, width, x.dtype)
 
 
+def by_sender(rooms: list[Tensor], senders: int) -> list[Tensor]:
+    """The same rooms with a first dim of senders."""
+    return [room.view(senders, -1, room.shape[1]) for room in rooms]
+
+
+def columns_of_counts(experts: int, ranks: int) -> int:
+    """Choices of each expert, tokens for each rank, and the kept room."""
+    return experts + ranks + 1
+
+
 def row_bytes_at_most(row_width: int, itemsize: int, k: int) -> int:
-    """Bytes of the longest row that is sent: a token of a model, in fp64 a number, or choices with their weights."""
+    """Bytes of the longest row that is sent: a token of a model, in fp64 a number, or gradients of router weights."""
     token = max(row_width, 1) * itemsize
     fp8_token = row_width + WORD.itemsize * (row_width // 128 + 1)
-    choices = k * 2 * WORD.itemsize
-    return max(token, fp8_token, choices)
+    weights = k * WORD.itemsize
+    return max(token, fp8_token, weights)
 
 
-def room_bytes(rows: ArenaRows, senders: int, ranks: int, row_bytes: int) -> int:
+def room_bytes(rows: ArenaRows, placement: ExpertPlacement, senders: int, k: int, row_bytes: int) -> int:
+    """Bytes of a room: of the tokens that may arrive, or of the choices of all ranks."""
     tokens = (rows.arriving + 1) * row_bytes
-    counts = senders * 2 * ranks * WORD.itemsize
-    return max(tokens, counts)
+    choices = senders * rows.tokens * k
+    columns = columns_of_counts(placement.experts, placement.rank_count)
+    counts = senders * blocks_of_tokens(rows.tokens) * columns
+    plan = aligned_bytes(choices * COUNT.itemsize) + aligned_bytes(choices * WORD.itemsize) + counts * COUNT.itemsize
+    return max(tokens, plan)
+
+
+class ArrangeArrivals(torch.autograd.Function):
+    """The plan of one routing; backward returns the gradients of router weights."""
+
+    @staticmethod
+    def forward(ctx, weights_TK, ids_TK, dispatcher: ArenaDispatcher, kept: KeptRoom):
+        arranged = dispatcher.exchange_choices(weights_TK, ids_TK, kept)
+        leg = ArenaLeg(arranged.slots_Ts, arranged.room_s, kept)
+        ctx.way = (dispatcher, leg, arranged.slots_NK)
+        integers = (arranged.index_R, arranged.slots_NK, arranged.ends_e, arranged.slots_Ts, arranged.room_s)
+        ctx.mark_non_differentiable(*integers)
+        ctx.set_materialize_grads(False)
+        return tuple(arranged)
+
+    @staticmethod
+    def backward(ctx, _index, _slots, dweight_R, *_):
+        if dweight_R is None:
+            return None, None, None, None
+        dispatcher, leg, slots_NK = ctx.way
+        slots = slots_NK.flatten()
+        found = dweight_R.index_select(0, slots.clamp(min=0))
+        dweights_NK = torch.where(slots_NK >= 0, found.view(slots_NK.shape), 0)
+        dweights_TK = dispatcher.sum_back(dweights_NK, leg, "gradients of router weights")
+        return dweights_TK, None, None, None
 
 
 class PushTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_TD, hop: SymmetricHop, leg: SymmetricLeg):
-        ctx.way = (hop, leg)
-        return hop.push(h_TD, leg, "tokens")
+    def forward(ctx, h_TD, dispatcher: ArenaDispatcher, leg: ArenaLeg):
+        ctx.way = (dispatcher, leg)
+        return dispatcher.push_tokens(h_TD, leg)
 
     @staticmethod
     def backward(ctx, *gradients):
-        hop, leg = ctx.way
-        dh_TD = hop.sum_back(gradients[0], leg, "gradients of tokens")
+        dispatcher, leg = ctx.way
+        dh_TD = dispatcher.sum_back(gradients[0], leg, "gradients of tokens")
         return dh_TD, None, None
 
 
 class SumResults(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_ND, hop: SymmetricHop, leg: SymmetricLeg):
-        ctx.way = (hop, leg)
-        return hop.sum_back(y_ND, leg, "results")
+    def forward(ctx, y_ND, dispatcher: ArenaDispatcher, leg: ArenaLeg):
+        ctx.way = (dispatcher, leg)
+        return dispatcher.sum_back(y_ND, leg, "results")
 
     @staticmethod
     def backward(ctx, *gradients):
-        hop, leg = ctx.way
-        dy_ND = hop.push(gradients[0], leg, "gradients of results")
+        dispatcher, leg = ctx.way
+        dy_ND = dispatcher.push(gradients[0], leg, "gradients of results").clone()
         return dy_ND, None, None
 
 
@@ -246,50 +313,16 @@ class CombineRows(torch.autograd.Function):
     """Experts' rows to tokens. In backward, gradients of experts' rows are gathered from the room itself."""
 
     @staticmethod
-    def forward(ctx, y_RD, hop: SymmetricHop, order: RowOrder, leg: SymmetricLeg):
-        ctx.way = (hop, order, leg)
-        return hop.sum_rows_back(y_RD, order, leg)
+    def forward(ctx, y_RD, dispatcher: ArenaDispatcher, order: RowOrder, leg: ArenaLeg):
+        ctx.way = (dispatcher, order, leg)
+        return dispatcher.sum_rows_back(y_RD, order, leg)
 
     @staticmethod
     def backward(ctx, *gradients):
-        hop, order, leg = ctx.way
-        dy_ND = hop.push_to_rooms(gradients[0], leg, "gradients of results")
-        dy_RD = hop.gather_rows(dy_ND, order.index_R, order.slots_NK, order.holes)
+        dispatcher, order, leg = ctx.way
+        dy_ND = dispatcher.push(gradients[0], leg, "gradients of results")
+        dy_RD = dispatcher.gather_rows(dy_ND, order.index_R, order.slots_NK, order.holes)
         return dy_RD, None, None, None
-
-
-class SendChoices(torch.autograd.Function):
-    """Router weights and choices, as one row of bytes; backward returns the weights' gradients."""
-
-    @staticmethod
-    def forward(ctx, weights_TK, ids_TK, hop: SymmetricHop, leg: SymmetricLeg):
-        ctx.way = (hop, leg)
-        weight_bytes = weights_TK.contiguous().view(torch.uint8)
-        id_bytes = ids_TK.contiguous().view(torch.uint8)
-        payload_TB = torch.cat((id_bytes, weight_bytes), dim=1)
-        arrived_NB = hop.push(payload_TB, leg, "choices")
-        ids_width = id_bytes.shape[1]
-        ids_NB = arrived_NB[:, :ids_width].contiguous()
-        weights_NB = arrived_NB[:, ids_width:].contiguous()
-        ids_NK = ids_NB.view(ids_TK.dtype)
-        ctx.mark_non_differentiable(ids_NK)
-        return weights_NB.view(weights_TK.dtype), ids_NK
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        hop, leg = ctx.way
-        dweights_TK = hop.sum_back(gradients[0], leg, "gradients of router weights")
-        return dweights_TK, None, None, None
-
-
-class ArenaDispatcher(HopDispatcher):
-    """A dispatcher of one hop through an arena, which sums experts' rows on the way back."""
-
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
-        (hop,) = self.hops
-        assert isinstance(hop, SymmetricHop)
-        (leg,) = receipt.legs
-        return hop.combine_rows(y_RD, receipt.order, leg)
 
 
 class SymmetricDispatcher:
@@ -298,11 +331,11 @@ class SymmetricDispatcher:
     room (`room`; None: there is room for all)."""
 
     def __init__(
-        self, direct: HopDispatcher, collectives: HopDispatcher, arena: Arena, room: BoundedRoom | None = None
+        self, direct: ArenaDispatcher, collectives: HopDispatcher, arena: Arena, room: BoundedRoom | None = None
     ):
         self.direct = direct
         self.collectives = collectives
-        self.sender = direct
+        self.sender: ArenaDispatcher | HopDispatcher = direct
         self.arena = arena
         self.room = room
 

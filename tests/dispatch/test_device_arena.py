@@ -60,7 +60,7 @@ def exchange_and_lose_a_peer(world: World) -> SeenExchanges:
     wrong = wrong_exchanges(arena, world, EXCHANGES, pause=1e-3)
     if world.rank == 1:
         return SeenExchanges(wrong, "", "", [], unallocated)
-    arena.patience = LOOKS
+    arena.tail.patience = LOOKS
     arena.require_peers()
     arena.exchange("tokens")  # gives up, and says so later
     with pytest.raises(RunFailure) as lost:

@@ -15,7 +15,7 @@ from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.price import room_in_words
-from moefold.dispatch.symmetric import SymmetricDispatcher, SymmetricHop
+from moefold.dispatch.symmetric import SymmetricDispatcher
 from moefold.layout.axes import World, create_world
 from moefold.presets.recipe import resolve_recipe
 from tests.dispatch.test_dispatchers import BINDINGS, EXPERTS, INNER, ROUTINGS, TOKENS, VALUES, WIDTH, numbers, through
@@ -154,24 +154,12 @@ def bounds_where_experts_choose(world: World) -> tuple[int, int | None, str]:
     config = resolve_recipe("tiny", EXPERTS_CHOOSE, world.size)
     dispatcher = build_dispatcher(config, KERNELS, world)
     assert isinstance(dispatcher, SymmetricDispatcher)
-    (hop,) = dispatcher.direct.hops
-    assert isinstance(hop, SymmetricHop)
-    return hop.rows.arriving, hop.rows.choices, room_in_words(config)
-
-
-def ids_left_by_a_lost_rank(world: World) -> list[list[int]]:
-    """What is taken for ids of a room that was not written, by counts that were not either."""
-    dispatcher = build("symmetric", world, "fp64")
-    assert isinstance(dispatcher, SymmetricDispatcher)
-    (hop,) = dispatcher.direct.hops
-    assert isinstance(hop, SymmetricHop)
-    left = torch.full((hop.rows.arriving, 3), 2**40)
-    left[0] = torch.tensor([-(2**40), EXPERTS - 1, EXPERTS])
-    return hop.arrived_ids(left, torch.tensor(2**40)).tolist()
+    rows = dispatcher.direct.rows
+    return rows.arriving, rows.choices, room_in_words(config)
 
 
 def all_of_two(world: World):
-    return refusals(world), bounds_where_experts_choose(world), ids_left_by_a_lost_rank(world)
+    return refusals(world), bounds_where_experts_choose(world)
 
 
 @cache
@@ -180,15 +168,9 @@ def on_two():
 
 
 def test_where_experts_choose_rows_are_bounded_by_the_mean_as_is_said():
-    for _, (arriving, choices, words), _ in on_two():
+    for _, (arriving, choices, words) in on_two():
         assert (arriving, choices) == (1024, 1536)  # 512 tokens a rank, of 2 experts in the mean
         assert words.startswith("room for 1536 rows, 1.5 x the mean")
-
-
-def test_what_a_lost_rank_left_chooses_no_expert_that_there_is_not():
-    for *_, (first, *others) in on_two():
-        assert first == [-1, EXPERTS - 1, -1]
-        assert others == [[-1] * 3] * len(others)
 
 
 def test_what_has_no_room_is_refused():

@@ -664,28 +664,45 @@ def plain_gather_rows(source, index, slots, holes):
     return [source[i] if i >= 0 else [0.0] * len(source[0]) for i in index]
 
 
-def plain_count_parcels(rank_of, ranks):
-    tokens = [sum(r in line for line in rank_of) for r in range(ranks)]
-    choices = [sum(line.count(r) for line in rank_of) for r in range(ranks)]
-    return [tokens, choices]
+def plain_announce_choices(ids, weights, place, sender, kept, positions, weight_rooms, counts):
+    for room in weight_rooms:
+        room[sender][: len(weights)] = weights
+    return [weights, *weight_rooms]
 
 
-def plain_place_parcels(rank_of, counts, sender, most):
-    next_row = [sum(column[:sender]) for column in zip(*counts, strict=True)]
-    slots = []
-    for line in rank_of:
-        slots.append([-1] * len(next_row))
-        for r in set(line) - {len(next_row)}:
-            slots[-1][r] = next_row[r] if next_row[r] < most else -1
-            next_row[r] += 1
-    return slots
+def plain_arrange_arrivals(positions, weights, counts, shape, overflowed):
+    """Tokens one by one, each with its number on every rank; then the rows of one expert after the other."""
+    ranks = len(positions) // shape.etp
+    tokens, rows_of_experts, sent = [0] * ranks, [[] for _ in range(shape.held)], []
+    for sender, lines in enumerate(positions):
+        for t, line in enumerate(lines):
+            slots = [-1] * ranks
+            for rank in {p // shape.held for p in line if p >= 0}:
+                slots[rank] = tokens[rank] if tokens[rank] < shape.arriving else -1
+                tokens[rank] += 1
+            if sender == shape.sender and t < shape.tokens:
+                sent.append([slots[rank] for rank in range(ranks) for _ in range(shape.etp)])
+            for k, p in enumerate(line):
+                if p >= 0 and p // shape.held == shape.rank:
+                    rows_of_experts[p % shape.held].append((slots[shape.rank], k, weights[sender][t][k]))
+    index, weight, ends = [-1] * shape.rows, [0.0] * shape.rows, []
+    links = [[-1] * len(positions[0][0]) for _ in range(shape.arriving)]
+    begin = 0
+    for rows in rows_of_experts:
+        for row, (n, k, w) in enumerate(rows, begin):
+            if row < shape.rows and n >= 0:
+                index[row], weight[row], links[n][k] = n, w, row
+        begin += shape.each or -(-len(rows) // shape.multiple) * shape.multiple
+        ends.append(min(begin, shape.rows))
+    return [index, links, weight, ends, sent, [blocks[0][-1] for blocks in counts]]
 
 
-def plain_push_peer_rows(x, slots, rooms):
+def plain_push_peer_rows(x, slots, rooms, turn, chosen=None):
     for line, rows in zip(slots, x, strict=True):
-        for room, slot in zip(rooms, line, strict=True):
+        for rank, (room, slot) in enumerate(zip(rooms, line, strict=True)):
+            number = chosen[rank] if chosen and chosen[rank] >= 0 else turn
             if slot >= 0:
-                room[slot] = rows
+                room[number][slot] = rows
     return [x, *rooms]
 
 

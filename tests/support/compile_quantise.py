@@ -38,7 +38,8 @@ from moefold.kernels.quantise import (
     scale_lines_triton,
 )
 from moefold.kernels.quantise.fp8 import BLOCK, E4M3
-from moefold.kernels.routing import peer_rows_triton, peer_signals_triton, rows_triton
+from moefold.kernels.routing import peer_plan_triton, peer_rows_triton, peer_signals_triton, rows_triton
+from moefold.kernels.routing.peer_plan import BLOCK_TOKENS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FP8, FP32, INT32 = "*fp8e4nv", "*fp32", "*i32"
@@ -193,28 +194,26 @@ def stash_kernels() -> Iterator[tuple[str, str]]:
 
 
 def peer_kernels() -> Iterator[tuple[str, str]]:
-    signals, rows = peer_signals_triton, peer_rows_triton
-    types = dict.fromkeys(("addresses", "fault_2", "rank_TK", "tokens_sn", "counts_B2n", "slots_Tn"), "*i64")
-    types |= {"patience": "i64", "x_TD": "*bf16", "out_TD": "*bf16"}
-    constants = {
-        "RANKS": 4,
-        "WIDTH": 4,
-        "CLOCKED": True,
-        "K": 8,
-        "TOKENS": rows.TOKENS,
-        "COLS": 1024,
-    }
-    constants["WIDE"] = tl.float32
-    one_warp = {"num_warps": 1}
-    four_warps = {"num_warps": 4}
-    yield "exchange signals", compile_for_hopper(signals.exchange_signals_kernel, types, constants, one_warp)
-    for about, kernel in (
-        ("count parcels", rows.count_parcels_kernel),
-        ("place parcels", rows.place_parcels_kernel),
-        ("push peer rows", rows.push_peer_rows_kernel),
-        ("sum peer rows", rows.sum_peer_rows_kernel),
+    """Kernels of four ranks with 32 experts each; those that write to rooms give signals."""
+    signals, rows, plans = peer_signals_triton, peer_rows_triton, peer_plan_triton
+    words = ("addresses", "words", "fault_2", "ids_TK", "position_E", "positions", "weights", "counts", "lost")
+    integers = ("slots_Ts", "room_s", "finished", "positions_AK", "counts_PC", "index_R", "slots_NK", "ends_e")
+    types = dict.fromkeys(words, "*i64") | dict.fromkeys(integers, INT32) | {"overflowed": "*i1"}
+    types |= dict.fromkeys(("weights_TK", "weights_AK", "weight_R"), FP32)
+    types |= {"patience": "i64"} | dict.fromkeys(("x_TD", "out_TD", "y_RD", "room_ND"), "*bf16")
+    widths = {"RANKS": 4, "WIDTH": 4, "SENDERS": 4, "GROUPS": 4, "K": 8, "CHOICES": 8, "PLACES": 128, "HELD": 32}
+    flags = {"CLOCKED": True, "SIGNALS": True, "CHOSEN": True, "WATCHES": True}
+    tiles = {"ROWS": 4, "COLS": 1024, "TOKENS": BLOCK_TOKENS, "STEP": plans.COUNTED_BLOCKS, "FILLED": plans.FILLED}
+    constants = widths | flags | tiles | {"ETP": 1, "MULTIPLE": 1, "EACH": 0, "WIDE": tl.float32}
+    for about, kernel, warps in (
+        ("exchange signals", signals.exchange_signals_kernel, 1),
+        ("announce choices", plans.announce_choices_kernel, 8),
+        ("arrange arrivals", plans.arrange_arrivals_kernel, 8),
+        ("push peer rows", rows.push_peer_rows_kernel, rows.WARPS),
+        ("sum rows into", rows.sum_rows_into_kernel, 4),
+        ("sum peer rows", rows.sum_peer_rows_kernel, rows.WARPS),
     ):
-        yield about, compile_for_hopper(kernel, types, constants, four_warps)
+        yield about, compile_for_hopper(kernel, types, constants, {"num_warps": warps})
 
 
 CAST = re.compile(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)")

@@ -18,8 +18,6 @@ TRITON_ROWS = Choice(
     "triton", triton_runs, "cuda with Triton", "reads and writes each row once; its backward is the other's forward"
 )
 
-TRITON_PARCELS = Choice("triton", triton_runs, "cuda with Triton", "one pass over the choices; no atomics")
-
 CHOICES: Choices = {
     "router_logits": (
         Choice(
@@ -49,8 +47,12 @@ CHOICES: Choices = {
         TRITON_ROWS,
         Choice("gather_backward", always_runs, "nothing", "its backward is a gather of the tokens' gradients"),
     ),
-    "count_parcels": (TRITON_PARCELS,),
-    "place_parcels": (TRITON_PARCELS,),
+    "announce_choices": (
+        Choice("triton", triton_runs, "cuda with Triton", "one launch: choices, counts and signals to all ranks"),
+    ),
+    "arrange_arrivals": (
+        Choice("triton", triton_runs, "cuda with Triton", "all maps of rows in one pass over the choices; no sort"),
+    ),
     "push_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads a row once for all ranks it goes to"),),
     "sum_rows_into": (Choice("triton", triton_runs, "cuda with Triton", "sums where other ranks read, no copy"),),
     "sum_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads rows where they lie, sums in fp32"),),

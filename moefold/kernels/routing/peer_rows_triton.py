@@ -1,13 +1,15 @@
 """Rows between ranks that write to each other's memory, in Triton. Imported only where Triton is.
 
-Rooms of other ranks are given by a table of their addresses. Nothing is atomic: a row has one writer.
+Rooms of other ranks are given by a table of their addresses. A row has one writer, and nothing is atomic but the count
+of programs that have ended, by which the last one gives the signals of the exchange.
 
-T tokens, K choices of a token, D width, n ranks, s senders, B blocks of tokens.
+T tokens, K choices of a token, D width, s ranks, N sources.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,65 +17,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from moefold.kernels.routing.exchange_tail import ExchangeTail
+from moefold.kernels.routing.peer_signals_triton import end_exchange, tail_arguments
 from moefold.kernels.routing.rows_triton import columns_of_program
-from moefold.kernels.tile_triton import load_or_zero, numbers_from, program_block, store_inside, wide_program_id
+from moefold.kernels.tile_triton import (
+    load_or_zero,
+    program_block,
+    store_inside,
+    tile_mask,
+    tile_pointers,
+    wide_program_id,
+)
 
-TOKENS = 128  # of one program that counts or places
 ALIGNMENT = 16  # bytes of a room's address
-
-
-@triton.jit
-def count_of_ranks(rank_TK, t, r, T, K: constexpr):
-    """For each token and each rank, how many of its choices are there."""
-    count = t[:, None] * 0 + r[None, :] * 0
-    for k in tl.static_range(K):
-        at = rank_TK + t * K + k
-        rank = tl.load(at, mask=t < T, other=-1)
-        rank = rank.to(tl.int32)
-        is_there = rank[:, None] == r[None, :]
-        count += is_there.to(tl.int32)
-    return count
-
-
-@triton.jit
-def count_parcels_kernel(rank_TK, counts_B2n, T, n, K: constexpr, WIDTH: constexpr, TOKENS: constexpr):
-    """Tokens and choices of one block for each rank."""
-    block = tl.program_id(0)
-    t = program_block(0, TOKENS)
-    r = tl.arange(0, WIDTH)
-    choices = count_of_ranks(rank_TK, t, r, T, K)
-    goes = tl.minimum(choices, 1)
-    at = counts_B2n + 2 * n * block + r
-    store_inside(at, tl.sum(goes, 0), r < n)
-    store_inside(at + n, tl.sum(choices, 0), r < n)
-
-
-@triton.jit
-def place_parcels_kernel(
-    rank_TK, tokens_sn, slots_Tn, sender, most, T, n, K: constexpr, WIDTH: constexpr, TOKENS: constexpr
-):  # fmt: skip
-    """Rows of one block's tokens, behind those of earlier senders and of earlier blocks, which are counted again: that
-    is less than a launch of its own."""
-    block = tl.program_id(0)
-    t = program_block(0, TOKENS)
-    r = tl.arange(0, WIDTH)
-    begins = r * 0
-    for s in range(sender):
-        earlier = load_or_zero(tokens_sn + s * n + r, r < n)
-        begins += earlier.to(tl.int32)
-    for b in range(block):
-        earlier_t = numbers_from(b * TOKENS, TOKENS)
-        choices = count_of_ranks(rank_TK, earlier_t, r, T, K)
-        begins += tl.sum(tl.minimum(choices, 1), 0)
-    choices = count_of_ranks(rank_TK, t, r, T, K)
-    goes = tl.minimum(choices, 1)
-    number = tl.cumsum(goes, 0) - goes
-    slot = begins[None, :] + number
-    fits = (goes > 0) & (slot < most)
-    slot = tl.where(fits, slot, -1)
-    at = slots_Tn + t[:, None] * n + r[None, :]
-    inside = (t < T)[:, None] & (r < n)[None, :]
-    store_inside(at, slot.to(tl.int64), inside)
+TILE = 4096  # entries of a program
+WARPS = 4
 
 
 @triton.jit
@@ -85,34 +43,78 @@ def load_room(addresses, rank, like):
 
 
 @triton.jit
-def push_peer_rows_kernel(x_TD, slots_Tn, addresses, D, RANKS: constexpr, COLS: constexpr):
-    """A part of one token, read once and written to the room of each of its ranks."""
-    t = wide_program_id(0)
-    c = program_block(1, COLS)
-    real_c = c < D
-    x = load_or_zero(x_TD + t * D + c, real_c)
-    for rank in tl.static_range(RANKS):
-        slot = tl.load(slots_Tn + t * RANKS + rank)
-        room = load_room(addresses, rank, x_TD)
-        at = room + slot * D + c
-        store_inside(at, x, real_c & (slot >= 0))
+def load_slots(slots_Ts, t, rank, inside, RANKS: constexpr):
+    """Rows of tokens on a rank in 64 bits, -1 for none."""
+    slot = tl.load(slots_Ts + t * RANKS + rank, mask=inside, other=-1)
+    return slot.to(tl.int64)
 
 
 @triton.jit
-def sum_peer_rows_kernel(slots_Tn, addresses, out_TD, D, RANKS: constexpr, COLS: constexpr, WIDE: constexpr):
-    """A part of one token's sum over its rows on all ranks, in their order."""
-    t = wide_program_id(0)
+def push_peer_rows_kernel(
+    x_TD, slots_Ts, addresses, room_s, turn, room_size, T, D,
+    words, fault_2, finished, me, patience,
+    SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
+    SENDERS: constexpr, CHOSEN: constexpr, ROWS: constexpr, COLS: constexpr,
+):  # fmt: skip
+    """A part of some tokens, read once and written to one of the rooms of each of their ranks."""
+    t = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
-    real_c = c < D
+    is_token = t < T
+    is_column = c < D
+    x = load_or_zero(tile_pointers(x_TD, t, c, D), tile_mask(is_token, is_column))
+    for rank in tl.static_range(SENDERS):
+        slot = load_slots(slots_Ts, t, rank, is_token, SENDERS)
+        number = tl.zeros([], tl.int64) + turn
+        if CHOSEN:
+            kept = tl.load(room_s + rank).to(tl.int64)
+            number = tl.where(kept >= 0, kept, number)
+        room = load_room(addresses, rank, x_TD) + number * room_size
+        at = tile_pointers(room, slot, c, D)
+        store_inside(at, x, tile_mask(slot >= 0, is_column))
+    end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+
+
+@triton.jit
+def sum_rows_into_kernel(
+    y_RD, slots_NK, room_ND, D,
+    words, fault_2, finished, me, patience,
+    SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
+    K: constexpr, COLS: constexpr, WIDE: constexpr,
+):  # fmt: skip
+    """A part of the sum over one source's rows, in their order. Sources without rows are left out."""
+    n = wide_program_id(0)
+    c = program_block(1, COLS)
+    is_column = c < D
     total = tl.zeros([COLS], WIDE)
-    for rank in tl.static_range(RANKS):
-        slot = tl.load(slots_Tn + t * RANKS + rank)
+    last = tl.full([], -1, tl.int64)
+    for k in tl.static_range(K):
+        slot = tl.load(slots_NK + n * K + k).to(tl.int64)
+        last = tl.maximum(last, slot)
+        y = load_or_zero(y_RD + slot * D + c, is_column & (slot >= 0))
+        total += y.to(WIDE)
+    rounded = total.to(room_ND.dtype.element_ty)
+    store_inside(room_ND + n * D + c, rounded, is_column & (last >= 0))
+    end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+
+
+@triton.jit
+def sum_peer_rows_kernel(
+    slots_Ts, addresses, out_TD, T, D, SENDERS: constexpr, ROWS: constexpr, COLS: constexpr, WIDE: constexpr
+):  # fmt: skip
+    """A part of the sums of some tokens over their rows on all ranks, in the order of ranks."""
+    t = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = program_block(1, COLS)
+    is_token = t < T
+    is_column = c < D
+    total = tl.zeros([ROWS, COLS], WIDE)
+    for rank in tl.static_range(SENDERS):
+        slot = load_slots(slots_Ts, t, rank, is_token, SENDERS)
         room = load_room(addresses, rank, out_TD)
-        at = room + slot * D + c
-        y = load_or_zero(at, real_c & (slot >= 0))
+        at = tile_pointers(room, slot, c, D)
+        y = load_or_zero(at, tile_mask(slot >= 0, is_column))
         total += y.to(WIDE)
     rounded = total.to(out_TD.dtype.element_ty)
-    store_inside(out_TD + t * D + c, rounded, real_c)
+    store_inside(tile_pointers(out_TD, t, c, D), rounded, tile_mask(is_token, is_column))
 
 
 @lru_cache(maxsize=256)
@@ -128,53 +130,66 @@ def address_table(rooms: list[Tensor], device: torch.device) -> Tensor:
     return uploaded_addresses(addresses, device)
 
 
-def launch_count_parcels(rank_TK: Tensor, ranks: int) -> Tensor:
-    """(2, n): tokens and choices for each rank."""
-    tokens, k = rank_TK.shape
-    blocks = triton.cdiv(tokens, TOKENS)
-    counts_B2n = rank_TK.new_empty(blocks, 2, ranks)
-    if tokens:
-        width = triton.next_power_of_2(ranks)
-        launch = count_parcels_kernel[(blocks,)]
-        launch(rank_TK.contiguous(), counts_B2n, tokens, ranks, k, width, TOKENS)
-    return counts_B2n.sum(0)
+class TileShape(NamedTuple):
+    """Tokens and columns of a program, and the grid of programs."""
+
+    rows: int
+    cols: int
+    grid: tuple[int, int]
 
 
-def launch_place_parcels(rank_TK: Tensor, tokens_sn: Tensor, sender: int, most: int) -> Tensor:
-    """(T, n): the row of each token on each rank, -1 for none."""
-    tokens, k = rank_TK.shape
-    ranks = tokens_sn.shape[1]
-    slots_Tn = rank_TK.new_empty(tokens, ranks)
-    if tokens:
-        blocks = triton.cdiv(tokens, TOKENS)
-        width = triton.next_power_of_2(ranks)
-        inputs = (rank_TK.contiguous(), tokens_sn.contiguous(), slots_Tn)
-        launch = place_parcels_kernel[(blocks,)]
-        launch(*inputs, sender, most, tokens, ranks, k, width, TOKENS)
-    return slots_Tn
+def tile_shape(tokens: int, width: int) -> TileShape:
+    cols = columns_of_program(width, 1024)
+    rows = max(1, TILE // cols)
+    grid = (triton.cdiv(max(tokens, 1), rows), triton.cdiv(width, cols))
+    return TileShape(rows, cols, grid)
 
 
-def launch_push_peer_rows(x_TD: Tensor, slots_Tn: Tensor, rooms: list[Tensor]) -> None:
+def launch_push_peer_rows(
+    x_TD: Tensor,
+    slots_Ts: Tensor,
+    rooms: list[Tensor],
+    turn: int,
+    room_s: Tensor | None = None,
+    tail: ExchangeTail | None = None,
+) -> None:
     tokens, d = x_TD.shape
-    if not x_TD.numel():
-        return
     addresses = address_table(rooms, x_TD.device)
-    cols = columns_of_program(d, 1024)
-    grid = (tokens, triton.cdiv(d, cols))
+    rows, cols, grid = tile_shape(tokens, d)
+    is_chosen = room_s is not None
+    chosen = room_s if is_chosen else addresses
+    room_size = rooms[0].stride(0)
+    inputs = (x_TD.contiguous(), slots_Ts, addresses, chosen, turn, room_size, tokens, d)
     launch = push_peer_rows_kernel[grid]
-    launch(x_TD.contiguous(), slots_Tn.contiguous(), addresses, d, len(rooms), cols)
+    launch(*inputs, *tail_arguments(tail, addresses), len(rooms), is_chosen, rows, cols, num_warps=WARPS)
 
 
-def launch_sum_peer_rows(rooms: list[Tensor], slots_Tn: Tensor) -> Tensor:
-    tokens = len(slots_Tn)
+def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
+    n, k = slots_NK.shape
+    d = y_RD.shape[1]
+    if not n:
+        return
+    wide = wide_type(y_RD.dtype)
+    cols = columns_of_program(d, 1024)
+    grid = (n, triton.cdiv(d, cols))
+    launch = sum_rows_into_kernel[grid]
+    launch(y_RD.contiguous(), slots_NK.contiguous(), room_ND, d, *tail_arguments(tail, slots_NK), k, cols, wide)
+
+
+def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
+    tokens = len(slots_Ts)
     like = rooms[0]
     d = like.shape[1]
     out_TD = like.new_empty(tokens, d)
     if out_TD.numel():
         addresses = address_table(rooms, like.device)
-        wide = tl.float64 if like.dtype == torch.float64 else tl.float32
-        cols = columns_of_program(d, 1024)
-        grid = (tokens, triton.cdiv(d, cols))
+        rows, cols, grid = tile_shape(tokens, d)
         launch = sum_peer_rows_kernel[grid]
-        launch(slots_Tn.contiguous(), addresses, out_TD, d, len(rooms), cols, wide)
+        sizes = (tokens, d, len(rooms), rows, cols)
+        launch(slots_Ts, addresses, out_TD, *sizes, wide_type(like.dtype), num_warps=WARPS)
     return out_TD
+
+
+def wide_type(dtype: torch.dtype) -> tl.dtype:
+    """The type that rows are summed in."""
+    return tl.float64 if dtype == torch.float64 else tl.float32

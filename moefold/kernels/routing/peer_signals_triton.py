@@ -7,17 +7,22 @@ Words of a rank, in its part of the memory that all ranks share:
     n + 1        whether a signal did not come: then no exchange waits any more
 
 Numbers are counted on the device, so that a launch is the same in every exchange. A release orders all that this rank
-has written before its signal, an acquire all that it reads behind the other's. One program of one warp waits, a lane
-for each rank: several processes on one card run in turns, and one that waits with many programs would take them all.
+has written before its signal, an acquire all that it reads behind the other's. One program waits, a lane for each rank:
+several processes on one card run in turns, and one that waits with many programs would take them all. It is that of a
+kernel of its own, or the last program of a kernel that has written to rooms (`end_exchange`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 from triton.language.extra.cuda import globaltimer
+
+from moefold.kernels.routing.exchange_tail import ExchangeTail
 
 NANOSECONDS = 1e9
 
@@ -58,9 +63,7 @@ def note_lost_rank(late, rank, number, own_words, fault_2, RANKS: constexpr, WID
 
 
 @triton.jit
-def exchange_signals_kernel(
-    addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr
-):  # fmt: skip
+def exchange_signals(addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr):
     """Signal to all ranks, and wait for the signals of all."""
     rank = tl.arange(0, WIDTH)
     inside = rank < RANKS
@@ -84,12 +87,64 @@ def exchange_signals_kernel(
     tl.store(own_words + RANKS, number)
 
 
-def launch_exchange_signals(addresses: Tensor, fault_2: Tensor, me: int, patience: float) -> None:
-    """`addresses` of the words of all ranks, on the device. `fault_2`: memory of the host, which gets the lost rank
-    plus one and the number of the exchange. `patience`: seconds; without a device's clock, looks."""
-    ranks = len(addresses)
-    clocked = addresses.is_cuda
-    limit = int(patience * NANOSECONDS) if clocked else int(patience)
+@triton.jit
+def exchange_signals_kernel(
+    addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr
+):  # fmt: skip
+    exchange_signals(addresses, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+
+
+@triton.jit
+def end_exchange(
+    words, fault_2, finished, me, patience,
+    SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
+):  # fmt: skip
+    """The end of a program that has written to rooms: the last of all programs signals and waits. `words`: addresses of
+    the words of all ranks."""
+    if SIGNALS:
+        tl.debug_barrier()  # all threads of the program have written
+        before = tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu")
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        if before == programs - 1:
+            tl.store(finished, 0)
+            exchange_signals(words, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+
+
+class TailArguments(NamedTuple):
+    """Arguments of `end_exchange`."""
+
+    words: Tensor
+    fault_2: Tensor
+    finished: Tensor
+    me: int
+    patience: int
+    signals: bool
+    ranks: int
+    width: int
+    clocked: bool
+
+
+def tail_arguments(tail: ExchangeTail | None, unused: Tensor) -> TailArguments:
+    """Arguments of a kernel that gives the signals of an exchange, or without a tail does not. `unused`: any tensor."""
+    if tail is None:
+        return TailArguments(unused, unused, unused, 0, 0, False, 1, 1, False)
+    tail.is_given = True
+    ranks = len(tail.addresses)
+    width = triton.next_power_of_2(ranks)
+    clocked = tail.addresses.is_cuda
+    limit = patience_limit(tail.patience, clocked)
+    return TailArguments(tail.addresses, tail.fault_2, tail.finished, tail.me, limit, True, ranks, width, clocked)
+
+
+def patience_limit(patience: float, clocked: bool) -> int:
+    """Nanoseconds, or looks."""
+    return int(patience * NANOSECONDS) if clocked else int(patience)
+
+
+def launch_exchange_signals(tail: ExchangeTail) -> None:
+    ranks = len(tail.addresses)
+    clocked = tail.addresses.is_cuda
+    limit = patience_limit(tail.patience, clocked)
     width = triton.next_power_of_2(ranks)
     launch = exchange_signals_kernel[(1,)]
-    launch(addresses, fault_2, me, limit, ranks, width, clocked, num_warps=1)
+    launch(tail.addresses, tail.fault_2, tail.me, limit, ranks, width, clocked, num_warps=1)

@@ -9,42 +9,58 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.routing import peer_rows_triton
-from moefold.kernels.routing.peer_rows import count_parcels, drawn_ranks, place_parcels, push_peer_rows, sum_peer_rows
+from moefold.kernels.routing.exchange_tail import ExchangeTail
+from moefold.kernels.routing.peer_rows import drawn_slots, push_peer_rows, sum_peer_rows, sum_rows_into
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 20
+SIZES = [(1, 2), (0, 3), (9, 3), (230, 2)]  # tokens, ranks
 
 
-def test_tokens_of_several_blocks_are_placed_one_behind_the_other():
-    tokens = 2 * peer_rows_triton.TOKENS + 9
-    rank_TK = drawn_ranks(tokens, 2, 3, DEVICE)
-    tokens_sn = torch.tensor([[5, 0, 7], [0, 1, 0], [0, 0, 0]], device=DEVICE)
-    assert torch.equal(peer_rows_triton.launch_count_parcels(rank_TK, 3), count_parcels(rank_TK, 3))
-    slots_Tn = peer_rows_triton.launch_place_parcels(rank_TK, tokens_sn, 2, 100)
-    assert torch.equal(slots_Tn, place_parcels(rank_TK, tokens_sn, 2, 100))
+def played_tail(ranks: int, me: int) -> tuple[ExchangeTail, torch.Tensor]:
+    """A tail whose signals are all given, and the words of all ranks."""
+    words = torch.zeros(ranks, ranks + 2, dtype=torch.int64, device=DEVICE)
+    words[me, :ranks] = 2**40
+    addresses = torch.tensor([line.data_ptr() for line in words], device=DEVICE)
+    fault = torch.zeros(2, dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    finished = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return ExchangeTail(addresses, fault, finished, words[me, -1:], me, 5.0), words
 
 
-@pytest.mark.parametrize(("tokens", "k", "ranks", "room"), [(1, 1, 2, 1.0), (0, 2, 3, 1.0), (9, 4, 3, 0.6)])
-def test_the_trip_of_tokens_of_all_ranks_is_that_of_the_references(tokens: int, k: int, ranks: int, room: float):
-    chosen = [drawn_ranks(tokens, k + rank, ranks, DEVICE)[:, :k].contiguous() for rank in range(ranks)]
-    counts = [peer_rows_triton.launch_count_parcels(rank_TK, ranks) for rank_TK in chosen]
-    for mine, rank_TK in zip(counts, chosen, strict=True):
-        assert torch.equal(mine, count_parcels(rank_TK, ranks))
-    tokens_sn = torch.stack([mine[0] for mine in counts])
-    most = int(room * tokens_sn.sum(0).max())
+@pytest.mark.parametrize(("tokens", "ranks"), SIZES)
+def test_tokens_go_to_rooms_and_back_as_by_the_references(tokens: int, ranks: int):
     generator = torch.Generator().manual_seed(tokens)
-    sources = [torch.randn(tokens, D, generator=generator).to(DEVICE) for _ in range(ranks)]
-    rooms = [torch.zeros(most + 1, D, device=DEVICE) for _ in range(ranks)]
-    expected_rooms = [torch.zeros(most + 1, D, device=DEVICE) for _ in range(ranks)]
-    placed = []
-    for sender, (rank_TK, x_TD) in enumerate(zip(chosen, sources, strict=True)):
-        slots_Tn = peer_rows_triton.launch_place_parcels(rank_TK, tokens_sn, sender, most)
-        assert torch.equal(slots_Tn, place_parcels(rank_TK, tokens_sn, sender, most))
-        peer_rows_triton.launch_push_peer_rows(x_TD, slots_Tn, rooms)
-        push_peer_rows(x_TD, slots_Tn, expected_rooms)
-        placed.append(slots_Tn)
-    for mine, expected in zip(rooms, expected_rooms, strict=True):
-        assert torch.equal(mine[:most], expected[:most])
-    for slots_Tn in placed:
-        sums = peer_rows_triton.launch_sum_peer_rows(rooms, slots_Tn)
-        torch.testing.assert_close(sums, sum_peer_rows(rooms, slots_Tn), rtol=1e-6, atol=1e-6)
+    most = tokens + 1
+    slots = drawn_slots(tokens, ranks, DEVICE)
+    x = torch.randn(tokens, D, generator=generator).to(DEVICE)
+    chosen = torch.tensor([-1, 1, 0], dtype=torch.int32, device=DEVICE)[:ranks]
+    for room_s in (None, chosen):
+        rooms, expected = ([torch.zeros(3, most + 1, D, device=DEVICE) for _ in range(ranks)] for _ in range(2))
+        peer_rows_triton.launch_push_peer_rows(x, slots, rooms, 2, room_s)
+        push_peer_rows(x, slots, expected, 2, room_s)
+        for mine, plain in zip(rooms, expected, strict=True):
+            assert torch.equal(mine[:, :most], plain[:, :most])
+    turn = [room[2] for room in rooms]
+    sums = peer_rows_triton.launch_sum_peer_rows(turn, slots)
+    torch.testing.assert_close(sums, sum_peer_rows(turn, slots), rtol=1e-6, atol=1e-6)
+
+
+def test_the_last_program_of_a_kernel_gives_the_signals_once():
+    ranks, me = 3, 1
+    tail, words = played_tail(ranks, me)
+    slots = drawn_slots(230, ranks, DEVICE)
+    x = torch.ones(230, D, device=DEVICE)
+    rooms = [torch.zeros(2, 231, D, device=DEVICE) for _ in range(ranks)]
+    for number in (1, 2):
+        peer_rows_triton.launch_push_peer_rows(x, slots, rooms, 0, None, tail)
+        assert tail.is_given
+        assert words[:, me].tolist() == [number] * ranks
+        assert tail.finished.tolist() == [0]
+    few = slots[:9].clamp(min=0)
+    peer_rows_triton.launch_sum_rows_into(x, few, rooms[0][0], tail)
+    assert words[0].tolist() == [0, 3, 0, 0, 0]
+    assert words[me, ranks:].tolist() == [3, 0]
+    expected = torch.zeros_like(rooms[0][0])
+    sum_rows_into(x, few, expected)
+    assert torch.equal(rooms[0][0][:9], expected[:9])
+    assert tail.fault_2.tolist() == [0, 0]

@@ -1,0 +1,67 @@
+"""Kept rooms: memory of this rank that others write tokens to, and that experts read where it lies.
+
+A room is kept from the plan, which announces it to the ranks that send, until no tensor has its memory any more: behind
+backward where an expert's kernel saves its input, or behind the experts where it does not. Each rank chooses among its
+own rooms, so ranks need not agree. Where all are in use, tokens go to the room of the turn and are copied from there.
+
+A room is free for kernels that are launched behind those that read it. So these have to be on one stream: there are no
+kept rooms where layers run on two lanes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moefold.comm.arena import TURNS, ArenaRooms
+
+NO_ROOM = -1
+
+
+class KeptRoom:
+    """A room that is kept for the first tokens of a plan. `memory`: its bytes, until they are taken; None: there is no
+    such room."""
+
+    def __init__(self, number: int, memory: Tensor | None):
+        self.number = number
+        self.memory = memory
+        self.is_taken = False
+
+    def take(self) -> Tensor | None:
+        """The memory, for the first who asks."""
+        memory = self.memory
+        self.memory = None
+        self.is_taken = True
+        return memory
+
+
+class KeptRooms:
+    """The kept rooms of one rank. `users`: of the memory that each room had when it was last kept."""
+
+    def __init__(self, rooms: ArenaRooms, rank: int):
+        self.part = rooms.parts[rank]
+        self.sizes = rooms.sizes
+        self.numbers = range(TURNS, self.sizes.rooms)
+        self.users: dict[int, StorageWeakRef] = {}
+
+    def keep_one(self) -> KeptRoom:
+        """A room that nobody uses, or none."""
+        for number in self.numbers:
+            if not self.is_used(number):
+                memory = self.view_room(number)
+                self.users[number] = StorageWeakRef(memory.untyped_storage())
+                return KeptRoom(number, memory)
+        return KeptRoom(NO_ROOM, None)
+
+    def is_used(self, number: int) -> bool:
+        user = self.users.get(number)
+        return user is not None and not user.expired()
+
+    def view_room(self, number: int) -> Tensor:
+        """The bytes of a room in a storage of their own, whose life is that of their users."""
+        size = self.sizes.room_bytes
+        room = self.sizes.room_of(self.part, number, size)
+        storage = torch._C._construct_storage_from_data_pointer(room.data_ptr(), room.device, size)
+        nothing = torch.empty(0, dtype=torch.uint8, device=room.device)
+        return nothing.set_(storage)

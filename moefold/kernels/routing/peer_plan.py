@@ -1,0 +1,319 @@
+"""Choices of all ranks, announced in each other's memory, and what a rank derives from them without a further exchange.
+
+    announce_choices   ids_TK, weights_TK -> rooms      places of the chosen experts, router weights, counts by block
+    arrange_arrivals   own room -> maps of rows         rows of own tokens on all ranks, order of the rows that arrive
+
+Every rank writes the choices of its tokens to all ranks, so that each knows the routing of all. Counts stand beside
+them for each block of tokens: a block finds its rows from the counts of the blocks before, and needs no other block.
+
+s ranks that send, n ranks of ep, T tokens, K choices of a token, B blocks of a sender, E experts, e experts held here,
+C = E + n + 1 counts of a block: choices of each expert by its place, tokens for each rank, and in the last column a
+number of the sender: the room that it keeps for the tokens. N rows of arrived tokens, R rows of experts. A place is
+rank x held + slot; -1 is no choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
+from moefold.kernels.routing.exchange_tail import ExchangeTail
+
+BLOCK_TOKENS = 128
+ROOM_COLUMN = -1  # of counts
+
+
+def blocks_of_tokens(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+class ArrivalShape(NamedTuple):
+    """What the host knows of the tokens that arrive. `sender`: this rank among those that send; `etp` of these hold the
+    same experts. `tokens` of this rank. `arriving`: N; `rows`: R. `multiple`: rows of an expert are padded to a
+    multiple of it; `each`: to this number; 0: they are not."""
+
+    sender: int
+    etp: int
+    held: int
+    tokens: int
+    arriving: int
+    rows: int
+    multiple: int = 1
+    each: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.sender // self.etp
+
+    @property
+    def is_padded(self) -> bool:
+        return self.multiple > 1 or self.each > 0
+
+
+class ArrangedArrivals(NamedTuple):
+    """`slots_Ts`: the row of each token of this rank in the room of each rank, -1 for none. `room_s`: the room that
+    each rank keeps for tokens, -1 for none. The others are those of a row order (dispatch/base.py)."""
+
+    index_R: Tensor
+    slots_NK: Tensor
+    weight_R: Tensor
+    ends_e: Tensor
+    slots_Ts: Tensor
+    room_s: Tensor
+
+
+@register_in_place_op
+def announce_choices(
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    position_E: Tensor,
+    sender: int,
+    kept_room: int,
+    positions: list[Tensor],
+    weights: list[Tensor],
+    counts: list[Tensor],
+    tail: ExchangeTail | None = None,
+) -> None:
+    """Write the choices of a rank to all rooms: `positions` and `weights` (s, T, K) and `counts` (s, B, C) of each
+    rank, where T are as many as a rank may send: those that it does not send have no choice."""
+    _, most, k = positions[0].shape
+    experts = len(position_E)
+    tokens = len(ids_TK)
+    position_TK = ids_TK.new_full((most, k), -1, dtype=torch.int32)
+    is_choice_TK = (ids_TK >= 0) & (ids_TK < experts)
+    place_TK = position_E[ids_TK.clamp(0, experts - 1)]
+    position_TK[:tokens] = torch.where(is_choice_TK, place_TK, -1)
+    ranks = counts[0].shape[-1] - experts - 1
+    counts_BC = count_blocks(position_TK, experts, ranks)
+    counts_BC[:, ROOM_COLUMN] = kept_room
+    for positions_sTK, weights_sTK, counts_sBC in zip(positions, weights, counts, strict=True):
+        positions_sTK[sender] = position_TK
+        weights_sTK[sender, :tokens] = weights_TK
+        counts_sBC[sender] = counts_BC
+
+
+def count_blocks(position_TK: Tensor, experts: int, ranks: int) -> Tensor:
+    """(B, C): choices of each expert, and tokens for each rank, of each block; the last column is not set."""
+    tokens, k = position_TK.shape
+    blocks = blocks_of_tokens(tokens)
+    token_T = torch.arange(tokens, device=position_TK.device)
+    block_T1 = (token_T // BLOCK_TOKENS)[:, None]
+    none = experts + ranks
+    counts_BC = position_TK.new_zeros(blocks, none + 1)
+    place_TK = torch.where(position_TK >= 0, position_TK, none).long()
+    one_TK = torch.ones_like(position_TK)
+    counts_BC.index_put_((block_T1.expand(-1, k), place_TK), one_TK, accumulate=True)
+    goes_Tn = ranks_of_tokens(position_TK, experts // ranks, ranks)
+    rank_n = torch.arange(ranks, device=position_TK.device)
+    column_n = experts + rank_n
+    counts_BC.index_put_((block_T1.expand(-1, ranks), column_n.expand(tokens, -1)), goes_Tn.int(), accumulate=True)
+    return counts_BC
+
+
+def ranks_of_tokens(position_TK: Tensor, held: int, ranks: int) -> Tensor:
+    """(T, n): whether a token has a choice on a rank."""
+    rank_TK = position_TK.div(held, rounding_mode="floor").long()
+    rank_TK = torch.where(position_TK >= 0, rank_TK, ranks)  # the last takes missing choices
+    goes = position_TK.new_zeros(len(position_TK), ranks + 1, dtype=torch.bool)
+    goes.scatter_(1, rank_TK, True)
+    return goes[:, :ranks]
+
+
+@register_inner_op
+def arrange_arrivals(
+    positions_sTK: Tensor,
+    weights_sTK: Tensor,
+    counts_sBC: Tensor,
+    shape: ArrivalShape,
+    overflowed: Tensor,
+    lost: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The fields of `ArrangedArrivals`. Rows of tokens lie in the order of their senders and of their tokens; rows of
+    experts in that of experts, and within an expert in that of the tokens. `overflowed` (bool) is set where tokens or
+    rows of this rank find no room: those have none. Where `lost` (a word) is not zero, a rank has not written what is
+    read here, and nothing arrives: taken for places, it would end the device before the host can name that rank."""
+    if lost is not None:
+        positions_sTK = torch.where(lost == 0, positions_sTK, -1)
+    senders, most, k = positions_sTK.shape
+    ranks = senders // shape.etp
+    held = shape.held
+    position_AK = positions_sTK.flatten(0, 1)
+    goes_An = ranks_of_tokens(position_AK, held, ranks)
+    number_An = goes_An.cumsum(0) - 1
+    fits_An = goes_An & (number_An < shape.arriving)
+    slots_An = torch.where(fits_An, number_An, -1)
+    begin = shape.sender * most
+    slots_Tn = slots_An[begin : begin + shape.tokens]
+    slots_Ts = slots_Tn.repeat_interleave(shape.etp, dim=1)
+    source_A = slots_An[:, shape.rank]
+    slot_AK = position_AK - shape.rank * held
+    is_held_AK = (slot_AK >= 0) & (slot_AK < held)
+    slot = torch.where(is_held_AK, slot_AK, held).flatten()
+    row, ends_e = rows_of_choices(slot, shape)
+    has_row = (row < shape.rows) & (source_A >= 0).repeat_interleave(k)
+    is_short = (ends_e[-1] > shape.rows) | (goes_An[:, shape.rank].sum() > shape.arriving)
+    overflowed.logical_or_(is_short)
+    # rows without a source, and sources without a row, are gathered in one more place behind the last
+    source = source_A.repeat_interleave(k)
+    place = torch.where(has_row, row, shape.rows)
+    index = source.new_full((shape.rows + 1,), -1).scatter_(0, place, source)
+    weights = weights_sTK.flatten()
+    weight = weights.new_zeros(shape.rows + 1).scatter_(0, place, weights)
+    choice_K = torch.arange(k, device=source.device)
+    choice_AK = source_A[:, None] * k + choice_K
+    last = shape.arriving * k
+    link = torch.where(has_row, choice_AK.flatten(), last)
+    slots = source.new_full((last + 1,), -1).scatter_(0, link, row)
+    slots_NK = slots[:last].view(-1, k)
+    ends_e = ends_e.clamp(max=shape.rows)
+    room_s = counts_sBC[:, 0, ROOM_COLUMN].clone()
+    if lost is not None:
+        room_s = torch.where(lost == 0, room_s, -1)
+    arranged = ArrangedArrivals(
+        index[: shape.rows].int(), slots_NK.int(), weight[: shape.rows], ends_e.int(), slots_Ts.int(), room_s
+    )
+    return tuple(arranged)
+
+
+def rows_of_choices(slot: Tensor, shape: ArrivalShape) -> tuple[Tensor, Tensor]:
+    """The row of each choice, at least R for one of other ranks' experts, and the end of each expert's rows."""
+    order = slot.argsort(stable=True)
+    sorted_slot = slot[order]
+    every_slot = torch.arange(shape.held, device=slot.device)
+    last_e = torch.searchsorted(sorted_slot, every_slot, right=True)
+    counts_e = last_e.diff(prepend=last_e.new_zeros(1))
+    sizes_e = -(-counts_e // shape.multiple) * shape.multiple
+    if shape.each:
+        sizes_e = torch.full_like(counts_e, shape.each)
+    ends_e = sizes_e.cumsum(0)
+    shift_e = ends_e - sizes_e - last_e + counts_e
+    row = torch.arange(len(slot), device=slot.device)
+    is_held = sorted_slot < shape.held
+    held_slot = sorted_slot.clamp(max=shape.held - 1)
+    row = torch.where(is_held, row + shift_e[held_slot], shape.rows)
+    return torch.empty_like(row).scatter_(0, order, row), ends_e
+
+
+@announce_choices.register_fast("triton")
+def announce_choices_triton(
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    position_E: Tensor,
+    sender: int,
+    kept_room: int,
+    positions: list[Tensor],
+    weights: list[Tensor],
+    counts: list[Tensor],
+    tail: ExchangeTail | None = None,
+) -> None:
+    from moefold.kernels.routing.peer_plan_triton import launch_announce_choices
+
+    rooms = (positions, weights, counts)
+    launch_announce_choices(ids_TK, weights_TK, position_E, (sender, kept_room), rooms, tail)
+
+
+@arrange_arrivals.register_fast("triton")
+def arrange_arrivals_triton(
+    positions_sTK: Tensor,
+    weights_sTK: Tensor,
+    counts_sBC: Tensor,
+    shape: ArrivalShape,
+    overflowed: Tensor,
+    lost: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    from moefold.kernels.routing.peer_plan_triton import launch_arrange_arrivals
+
+    rooms = (positions_sTK, weights_sTK, counts_sBC)
+    arranged = launch_arrange_arrivals(rooms, shape, overflowed, lost)
+    return tuple(arranged)
+
+
+class PlanRooms(NamedTuple):
+    """Rooms of all ranks for the choices of all."""
+
+    positions: list[Tensor]
+    weights: list[Tensor]
+    counts: list[Tensor]
+
+    def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.positions[rank], self.weights[rank], self.counts[rank]
+
+
+ANNOUNCED_CASES = [  # T that a rank may send, those of each rank, K, n, etp, e
+    (3, (3, 1), 1, 2, 1, 2),
+    (9, (9, 0, 5, 9), 2, 2, 2, 3),
+    (130, (130, 129), 1, 2, 1, 4),
+]
+
+
+class AnnouncedCase(NamedTuple):
+    """Choices of all ranks: a name, (ids, weights) of each, the place of each expert, and empty rooms."""
+
+    name: str
+    choices: list[tuple[Tensor, Tensor]]
+    position_E: Tensor
+    rooms: PlanRooms
+    etp: int
+
+
+def announced_cases(draw: CaseInputs) -> Iterator[AnnouncedCase]:
+    for most, sent, k, ranks, etp, held in ANNOUNCED_CASES:
+        experts = ranks * held
+        generator = torch.Generator().manual_seed(most)
+        position_E = torch.randperm(experts, generator=generator).to(draw.device)
+        choices: list[tuple[Tensor, Tensor]] = []
+        for rank, tokens in enumerate(sent):
+            ids_TK = torch.randint(-1, experts, (tokens, k), generator=generator)
+            weights_TK = draw.wide(tokens, k, seed=rank)
+            choices.append((ids_TK.to(draw.device), weights_TK))
+        rooms = empty_plan_rooms(len(sent), most, k, experts + ranks + 1, draw)
+        yield AnnouncedCase(f"{most} x {k} to {ranks} x {etp}", choices, position_E, rooms, etp)
+
+
+def empty_plan_rooms(senders: int, most: int, k: int, columns: int, draw: CaseInputs) -> PlanRooms:
+    blocks = blocks_of_tokens(most)
+    rooms = PlanRooms([], [], [])
+    for _ in range(senders):
+        positions = torch.zeros(senders, most, k, dtype=torch.int32, device=draw.device)
+        rooms.positions.append(positions)
+        rooms.weights.append(torch.zeros_like(positions, dtype=draw.wide_dtype))
+        rooms.counts.append(torch.zeros(senders, blocks, columns, dtype=torch.int32, device=draw.device))
+    return rooms
+
+
+def announce_all(case: AnnouncedCase) -> None:
+    for sender, (ids_TK, weights_TK) in enumerate(case.choices):
+        announce_choices.reference(ids_TK, weights_TK, case.position_E, sender, sender - 1, *case.rooms)
+
+
+@announce_choices.register_cases
+def announce_choices_cases(draw: CaseInputs) -> Cases:
+    for name, choices, position_E, rooms, _ in announced_cases(draw):
+        yield KernelCase(name, (*choices[0], position_E, 0, 1, *rooms))
+
+
+@arrange_arrivals.register_cases
+def arrange_arrivals_cases(draw: CaseInputs) -> Cases:
+    for case in announced_cases(draw):
+        announce_all(case)
+        overflowed = torch.zeros((), dtype=torch.bool, device=draw.device)
+        for sender, (ids_TK, _) in enumerate(case.choices):
+            for about, shape in arrival_shapes(case, sender, len(ids_TK)):
+                inputs = (*case.rooms.of(sender), shape, overflowed)
+                yield KernelCase(f"{case.name}, rank {sender}, {about}", inputs)
+
+
+def arrival_shapes(case: AnnouncedCase, sender: int, tokens: int) -> Iterator[tuple[str, ArrivalShape]]:
+    senders, most, k = case.rooms.positions[0].shape
+    held = len(case.position_E) * case.etp // senders
+    arriving = senders * most
+    rows = arriving * min(k, held)
+    shape = ArrivalShape(sender, case.etp, held, tokens, arriving, rows)
+    yield "all fit", shape
+    yield "few fit", shape._replace(arriving=arriving // 3, rows=rows // 4)
+    yield "padded", shape._replace(rows=rows + held * 3, multiple=4)
+    yield "padded to one size", shape._replace(rows=rows * held, each=rows)
