@@ -203,7 +203,13 @@ def peer_kernels() -> Iterator[tuple[str, str]]:
     types |= {"patience": "i64"} | dict.fromkeys(("x_TD", "out_TD", "y_RD", "room_ND"), "*bf16")
     widths = {"RANKS": 4, "WIDTH": 4, "SENDERS": 4, "GROUPS": 4, "K": 8, "CHOICES": 8, "PLACES": 128, "HELD": 32}
     flags = {"CLOCKED": True, "SIGNALS": True, "CHOSEN": True, "WATCHES": True}
-    tiles = {"ROWS": 4, "COLS": 1024, "TOKENS": BLOCK_TOKENS, "STEP": plans.COUNTED_BLOCKS, "FILLED": plans.FILLED}
+    tiles = {
+        "ROWS": 4,
+        "COLS": 1024,
+        "TOKENS": BLOCK_TOKENS,
+        "STEP": plans.counted_blocks(128, 32),
+        "FILLED": plans.FILLED,
+    }
     constants = widths | flags | tiles | {"ETP": 1, "MULTIPLE": 1, "EACH": 0, "WIDE": tl.float32}
     for about, kernel, warps in (
         ("exchange signals", signals.exchange_signals_kernel, 1),

@@ -27,7 +27,7 @@ from moefold.kernels.tile_triton import (
     wide_program_id,
 )
 
-COUNTED_BLOCKS = 64  # whose counts are loaded at a time
+COUNTS = 8192  # of experts, that are loaded at a time
 FILLED = 1024  # entries that are filled at a time
 
 
@@ -64,14 +64,12 @@ def announce_choices_kernel(
     weight = load_or_zero(weights_TK + at, is_sent)
     # counts: choices of each expert, tokens for each rank
     expert = tl.arange(0, PLACES)
+    every_place = tl.reshape(place, [TOKENS * CHOICES])
+    chosen = tl.histogram(every_place, PLACES, mask=every_place >= 0)
     group = tl.arange(0, GROUPS)
-    chosen = tl.zeros([PLACES], tl.int32)
-    goes = tl.zeros([TOKENS, GROUPS], tl.int32)
-    for number in tl.static_range(K):
-        one = load_place(ids_TK, position_E, t * K + number, t < T, E)
-        chosen += tl.sum(is_at(one, expert), 0)
-        rank = tl.where(one >= 0, one // held, -1)
-        goes = goes | is_at(rank, group)
+    rank = tl.where(place >= 0, place // held, -1)
+    goes_there = rank[:, :, None] == group[None, None, :]
+    goes = tl.max(goes_there.to(tl.int32), 1)
     tokens = tl.sum(goes, 0)
     # the same to every rank
     inside = tile_mask(t < MOST, k < K)
@@ -298,13 +296,20 @@ def launch_arrange_arrivals(
     bounds = (shape.arriving, shape.rows)
     sizes = (shape.tokens, most, blocks, programs, *bounds, experts, ranks, shape.held)
     widths = (width_of(shape.held), width_of(ranks))
+    step = counted_blocks(programs, shape.held)
     launch = arrange_arrivals_kernel[(programs,)]
     launch(
         *rooms, *arranged, *flags, shape.sender, shape.rank, *sizes,
-        watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, COUNTED_BLOCKS, FILLED,
+        watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, step, FILLED,
         num_warps=8,
     )  # fmt: skip
     return arranged
+
+
+def counted_blocks(blocks: int, held: int) -> int:
+    """Blocks whose counts are loaded at a time: all of them, if they are not too many."""
+    most = COUNTS // width_of(held)
+    return max(16, min(most, width_of(blocks)))
 
 
 def width_of(size: int) -> int:

@@ -43,9 +43,9 @@ def load_room(addresses, rank, like):
 
 
 @triton.jit
-def load_slots(slots_Ts, t, rank, inside, RANKS: constexpr):
-    """Rows of tokens on a rank in 64 bits, -1 for none."""
-    slot = tl.load(slots_Ts + t * RANKS + rank, mask=inside, other=-1)
+def load_slots(slots, n, column, inside, COLUMNS: constexpr):
+    """Rows in one column of slots in 64 bits, -1 for none."""
+    slot = tl.load(slots + n * COLUMNS + column, mask=inside, other=-1)
     return slot.to(tl.int64)
 
 
@@ -76,24 +76,25 @@ def push_peer_rows_kernel(
 
 @triton.jit
 def sum_rows_into_kernel(
-    y_RD, slots_NK, room_ND, D,
+    y_RD, slots_NK, room_ND, N, D,
     words, fault_2, finished, me, patience,
     SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
-    K: constexpr, COLS: constexpr, WIDE: constexpr,
+    K: constexpr, ROWS: constexpr, COLS: constexpr, WIDE: constexpr,
 ):  # fmt: skip
-    """A part of the sum over one source's rows, in their order. Sources without rows are left out."""
-    n = wide_program_id(0)
+    """A part of the sums over some sources' rows, in their order. Sources without rows are left out."""
+    n = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
     is_column = c < D
-    total = tl.zeros([COLS], WIDE)
-    last = tl.full([], -1, tl.int64)
+    total = tl.zeros([ROWS, COLS], WIDE)
+    has_rows = n < 0
     for k in tl.static_range(K):
-        slot = tl.load(slots_NK + n * K + k).to(tl.int64)
-        last = tl.maximum(last, slot)
-        y = load_or_zero(y_RD + slot * D + c, is_column & (slot >= 0))
+        slot = load_slots(slots_NK, n, k, n < N, K)
+        has_rows = has_rows | (slot >= 0)
+        at = tile_pointers(y_RD, slot, c, D)
+        y = load_or_zero(at, tile_mask(slot >= 0, is_column))
         total += y.to(WIDE)
     rounded = total.to(room_ND.dtype.element_ty)
-    store_inside(room_ND + n * D + c, rounded, is_column & (last >= 0))
+    store_inside(tile_pointers(room_ND, n, c, D), rounded, tile_mask(has_rows, is_column))
     end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
@@ -169,11 +170,11 @@ def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: 
     d = y_RD.shape[1]
     if not n:
         return
-    wide = wide_type(y_RD.dtype)
-    cols = columns_of_program(d, 1024)
-    grid = (n, triton.cdiv(d, cols))
+    rows, cols, grid = tile_shape(n, d)
+    inputs = (y_RD.contiguous(), slots_NK.contiguous(), room_ND, n, d)
+    tail_inputs = tail_arguments(tail, slots_NK)
     launch = sum_rows_into_kernel[grid]
-    launch(y_RD.contiguous(), slots_NK.contiguous(), room_ND, d, *tail_arguments(tail, slots_NK), k, cols, wide)
+    launch(*inputs, *tail_inputs, k, rows, cols, wide_type(y_RD.dtype), num_warps=WARPS)
 
 
 def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
