@@ -84,6 +84,8 @@ TORCH_FREE = {
     "data/tokenizer.py",
     "dispatch/catalog.py",
     "dispatch/price.py",
+    "dispatch/room_sizes.py",
+    "comm/part_sizes.py",
     "checkpoint/format",
     "checkpoint/keeper",
     "checkpoint/hf/config_json.py",

@@ -35,7 +35,8 @@ from moefold.bench.report import (
 )
 from moefold.dispatch.base import Receipt, Routing, RowPolicy
 from moefold.dispatch.expert_placement import contiguous_placement
-from moefold.dispatch.symmetric import ArenaDispatcher, ArenaRows, room_bytes, row_bytes_at_most
+from moefold.dispatch.room_sizes import AnnouncedSizes, ArenaRows, room_bytes, row_bytes_at_most
+from moefold.dispatch.symmetric import ArenaDispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.kernels.routing.expert_rows import sum_rows
@@ -82,7 +83,8 @@ class PlayedLayer:
         experts = contiguous_placement(options.experts, ranks)
         rows = ArenaRows(options.tokens, options.tokens * ranks)
         row_bytes = row_bytes_at_most(self.case.hidden, self.dtype.itemsize, options.top_k)
-        size = room_bytes(rows, experts, ranks, options.top_k, row_bytes)
+        announced = AnnouncedSizes(ranks, options.tokens, options.top_k, options.experts, ranks)
+        size = room_bytes(rows, announced, row_bytes)
         dispatchers: list[ArenaDispatcher] = []
         arenas = played_arenas(ranks, size, self.device, self.order, KEPT_ROOMS)
         for rank, arena in enumerate(arenas):

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moefold.comm.arena import Arena, ArenaRooms
+from moefold.comm.arena import Arena, ArenaRooms, words_of
 from moefold.dispatch.device_arena import DeviceArena, PeerMemory, part_sizes
 from moefold.layout.axes import Axis
 
@@ -114,8 +114,8 @@ def played_arenas(
     spare = torch.zeros(sizes.word_bytes, dtype=torch.uint8, device=device)
     arenas: list[PlayedArena] = []
     for axis, part in zip(axes, parts, strict=True):
-        words = [sizes.words_of(spare) for _ in axes]
-        own_words = sizes.words_of(part)
+        words = [words_of(spare, sizes) for _ in axes]
+        own_words = words_of(part, sizes)
         own_words[:ranks] = EVERY_SIGNAL
         words[axis.index] = own_words
         memory = PeerMemory(parts, words, sizes)

@@ -28,16 +28,14 @@ from torch import Tensor
 
 from moefold.comm.blocked_times import blocked
 from moefold.comm.host_objects import broadcast_object, first_object
+from moefold.comm.part_sizes import TURNS, PartSizes
 from moefold.config.errors import RunFailure, UserError
 from moefold.layout.axes import Axis
 from moefold.watch.position import note_collective
 
 SHARED_MEMORY = Path("/dev/shm")
-ALIGNMENT = 256  # bytes
-WORD_BYTES = 8
 EAGER_LOOKS = 200  # at a signal, before a look is followed by a short sleep
 SLEEP_SECONDS = 5e-5
-TURNS = 2
 
 FENCE = threading.Lock()
 
@@ -71,10 +69,6 @@ class Arena(Protocol):
         ...
 
 
-def aligned_bytes(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def order_memory() -> None:
     """A full memory fence. Processors such as Arm's reorder plain loads and stores of one thread; a release of a lock,
     followed by an acquire, keeps all that is before in front of all that is behind."""
@@ -84,23 +78,9 @@ def order_memory() -> None:
         pass
 
 
-class PartSizes:
-    """Bytes of a rank's part: words, and behind them two rooms and those that are kept."""
-
-    def __init__(self, words: int, room_bytes: int, kept: int = 0):
-        self.word_bytes = words * WORD_BYTES
-        self.first_room = aligned_bytes(self.word_bytes)
-        self.room_bytes = aligned_bytes(room_bytes)
-        self.rooms = TURNS + kept
-        self.total = self.first_room + self.rooms * self.room_bytes
-
-    def room_of(self, part: Tensor, number: int, size: int, offset: int = 0) -> Tensor:
-        assert offset + size <= self.room_bytes, f"a room has {self.room_bytes} bytes, {offset + size} are asked for"
-        begin = self.first_room + number * self.room_bytes + offset
-        return part[begin : begin + size]
-
-    def words_of(self, part: Tensor) -> Tensor:
-        return part[: self.word_bytes].view(torch.int64)
+def words_of(part: Tensor, sizes: PartSizes) -> Tensor:
+    """The words of a rank's part."""
+    return part[: sizes.word_bytes].view(torch.int64)
 
 
 class ArenaRooms:
@@ -123,7 +103,7 @@ class ArenaRooms:
         size = rows * width * dtype.itemsize
         rooms: list[Tensor] = []
         for part in self.parts:
-            room = self.sizes.room_of(part, turn, size, offset)
+            room = part[self.sizes.bytes_of_room(turn, size, offset)]
             rooms.append(room.view(dtype).view(rows, width))
         return rooms
 
@@ -136,8 +116,7 @@ class ArenaRooms:
 
     def view_together(self, part: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         sizes = self.sizes
-        size = rows * width * dtype.itemsize
-        assert size <= sizes.room_bytes, f"a room has {sizes.room_bytes} bytes, {size} are asked for"
+        sizes.bytes_of_room(0, rows * width * dtype.itemsize)  # or fail
         all_rooms = part[sizes.first_room : sizes.total].view(dtype)
         each = all_rooms.view(sizes.rooms, -1)
         return each[:, : rows * width].unflatten(1, (rows, width))

@@ -28,15 +28,18 @@ from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.measure_links import measure_links
-from moefold.dispatch.price import bounded_rows, cheapest_dispatcher, kept_rooms, tokens_per_rank
-from moefold.dispatch.symmetric import (
-    ArenaDispatcher,
-    BoundedRoom,
-    SymmetricDispatcher,
+from moefold.dispatch.price import cheapest_dispatcher
+from moefold.dispatch.room_sizes import (
+    AnnouncedSizes,
     arena_rows,
+    bounded_rows,
+    kept_rooms,
+    most_choices,
     room_bytes,
     row_bytes_at_most,
+    tokens_per_rank,
 )
+from moefold.dispatch.symmetric import ArenaDispatcher, BoundedRoom, SymmetricDispatcher
 from moefold.dispatch.traffic import (
     ExchangeSizes,
     NodeSizes,
@@ -182,7 +185,9 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
     rows = arena_rows(setting.tokens, ranks.size, setting.most_rows)
     room = BoundedRoom(world.device) if setting.most_rows else None
     row_bytes = row_bytes_at_most(setting.row_width, setting.dtype.itemsize, setting.choices)
-    size = room_bytes(rows, setting.experts, ranks.size, setting.choices, row_bytes)
+    experts = setting.experts
+    announced = AnnouncedSizes(ranks.size, rows.tokens, setting.choices, experts.experts, experts.rank_count)
+    size = room_bytes(rows, announced, row_bytes)
     arena = make_arena(setting, size)
     direct = ArenaDispatcher(arena, setting.row_policy, setting.kernels, world.etp.size, rows, room)
     collectives = build_from_hops(dedup_hops, setting)
@@ -212,11 +217,6 @@ DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {
     "deepep": partial(build_from_hops, deepep_hops),
     "symmetric": build_symmetric,
 }
-
-
-def most_choices(moe: MoeConfig) -> int:
-    """Experts of a token at most: those it chooses, or all that may choose it."""
-    return moe.experts if moe.router.kind == "expert_choice" else moe.top_k
 
 
 def row_policy_of(moe: MoeConfig, world: World, experts: ExpertPlacement) -> RowPolicy:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.arena import ArenaRooms, PartSizes, lost_peer
+from moefold.comm.arena import ArenaRooms, lost_peer, words_of
 from moefold.comm.host_objects import first_object
+from moefold.comm.part_sizes import PartSizes
 from moefold.config.errors import UserError
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.layout.axes import Axis
@@ -134,5 +135,5 @@ def map_parts(axis: Axis, sizes: PartSizes, part: Tensor) -> PeerMemory:
     parts: list[Tensor] = []
     for rank in range(axis.size):
         parts.append(handle.get_buffer(rank, [sizes.total], torch.uint8))
-    words = [sizes.words_of(each) for each in parts]
+    words = [words_of(each, sizes) for each in parts]
     return PeerMemory(parts, words, sizes, (part, handle))

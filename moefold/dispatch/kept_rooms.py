@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moefold.comm.arena import TURNS, ArenaRooms
+from moefold.comm.arena import ArenaRooms
+from moefold.comm.part_sizes import TURNS
 
 NO_ROOM = -1
 
@@ -61,7 +62,7 @@ class KeptRooms:
     def view_room(self, number: int) -> Tensor:
         """The bytes of a room in a storage of their own, whose life is that of their users."""
         size = self.sizes.room_bytes
-        room = self.sizes.room_of(self.part, number, size)
+        room = self.part[self.sizes.bytes_of_room(number, size)]
         storage = torch._C._construct_storage_from_data_pointer(room.data_ptr(), room.device, size)
         nothing = torch.empty(0, dtype=torch.uint8, device=room.device)
         return nothing.set_(storage)

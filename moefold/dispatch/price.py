@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from moefold.anatomy.step_specs import dispatched_width
 from moefold.config.precision_recipes import SCALE_BLOCK
 from moefold.config.run import Config
 from moefold.dispatch.catalog import DispatchTrip, LinkSpeeds, all_entries
+from moefold.dispatch.room_sizes import room_in_words, tokens_per_rank
 
 INVARIANT_DISPATCHER = "all_to_all"
 
@@ -24,40 +24,6 @@ def clones_in_words(config: Config) -> str:
     if not slots:
         return ""
     return f"up to {slots} on each of {parallel.ep} ep ranks, by the counts {counts}"
-
-
-def room_in_words(config: Config) -> str:
-    """What the symmetric dispatcher has room for on a rank, in words."""
-    parallel = config.parallel
-    ranks = parallel.ep * parallel.etp
-    tokens = tokens_per_rank(config) * ranks
-    if not parallel.room:
-        return f"room for all {tokens} tokens of {ranks} ranks"
-    rows = bounded_rows(config)
-    return f"room for {rows} rows, {parallel.room:g} x the mean; a step with more is run again by dedup"
-
-
-def kept_rooms(config: Config) -> int:
-    """Rooms in which arrived tokens stay until nobody reads them. A room is free for what is launched behind its last
-    reader on the same stream, so there is none where layers run on two lanes."""
-    return 0 if config.pipeline.pair else config.parallel.kept_rooms
-
-
-def bounded_rows(config: Config) -> int:
-    """Rows of its experts that a rank has room for with `parallel.room`. The mean of a token's experts is top_k, also
-    where experts choose tokens and all of them may choose the same."""
-    parallel = config.parallel
-    choices = tokens_per_rank(config) * config.model.moe.top_k
-    mean = choices * parallel.etp
-    return math.ceil(mean * parallel.room)
-
-
-def tokens_per_rank(config: Config) -> int:
-    """Tokens of a microbatch that one rank dispatches."""
-    parallel = config.parallel
-    tokens = config.train.micro_batch * config.data.seq_len
-    ranks = parallel.cp * parallel.tp
-    return tokens // ranks
 
 
 def dispatch_trip(config: Config, ranks_on_a_node: int, bytes_each: int) -> DispatchTrip:
@@ -117,7 +83,7 @@ def cheapest_dispatcher(
     if parallel.ep * parallel.etp == 1:
         return "local", "all experts are on this rank"
     if parallel.dispatcher == "symmetric":
-        return parallel.dispatcher, f"asked for; {room_in_words(config)}"
+        return parallel.dispatcher, f"asked for; {room_in_words(config, bytes_each)}"
     if parallel.dispatcher != "auto":
         return parallel.dispatcher, "asked for"
     if config.kernels.invariant:

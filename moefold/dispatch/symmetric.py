@@ -24,44 +24,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.arena import TURNS, Arena, aligned_bytes
+from moefold.anatomy.announced_choices import blocks_of_tokens, columns_of_counts
+from moefold.comm.arena import Arena
+from moefold.comm.part_sizes import TURNS, aligned_bytes
 from moefold.config.errors import UserError
 from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows, most_padded_rows
 from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.kept_rooms import KeptRoom, KeptRooms
+from moefold.dispatch.room_sizes import ArenaRows
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.expert_rows import gather_rows
 from moefold.kernels.routing.peer_plan import (
-    ArrangedArrivals,
-    ArrivalShape,
     PlanRooms,
     announce_choices,
     arrange_arrivals,
-    blocks_of_tokens,
 )
 from moefold.kernels.routing.peer_rows import push_peer_rows, sum_peer_rows, sum_rows_into
 
-WORD = torch.int64
 COUNT = torch.int32
-
-
-class ArenaRows(NamedTuple):
-    """Bounds that the host knows: `tokens` that a rank sends at most, `arriving` that a room has rows for, and
-    `choices` of a rank's experts that there are rows for; None: as many as come with these tokens."""
-
-    tokens: int
-    arriving: int
-    choices: int | None = None
-
-
-def arena_rows(tokens: int, senders: int, most_rows: int) -> ArenaRows:
-    """Bounds for `most_rows` of a rank; 0: for all that can come."""
-    all_tokens = tokens * senders
-    if not most_rows:
-        return ArenaRows(tokens, all_tokens)
-    arriving = min(all_tokens, most_rows)
-    return ArenaRows(tokens, arriving, most_rows)
 
 
 class BoundedRoom:
@@ -233,29 +215,6 @@ class ArenaDispatcher:
 def by_sender(rooms: list[Tensor], senders: int) -> list[Tensor]:
     """The same rooms with a first dim of senders."""
     return [room.view(senders, -1, room.shape[1]) for room in rooms]
-
-
-def columns_of_counts(experts: int, ranks: int) -> int:
-    """Choices of each expert, tokens for each rank, and the kept room."""
-    return experts + ranks + 1
-
-
-def row_bytes_at_most(row_width: int, itemsize: int, k: int) -> int:
-    """Bytes of the longest row that is sent: a token of a model, in fp64 a number, or gradients of router weights."""
-    token = max(row_width, 1) * itemsize
-    fp8_token = row_width + WORD.itemsize * (row_width // 128 + 1)
-    weights = k * WORD.itemsize
-    return max(token, fp8_token, weights)
-
-
-def room_bytes(rows: ArenaRows, placement: ExpertPlacement, senders: int, k: int, row_bytes: int) -> int:
-    """Bytes of a room: of the tokens that may arrive, or of the choices of all ranks."""
-    tokens = (rows.arriving + 1) * row_bytes
-    choices = senders * rows.tokens * k
-    columns = columns_of_counts(placement.experts, placement.rank_count)
-    counts = senders * blocks_of_tokens(rows.tokens) * columns
-    plan = aligned_bytes(choices * COUNT.itemsize) + aligned_bytes(choices * WORD.itemsize) + counts * COUNT.itemsize
-    return max(tokens, plan)
 
 
 class ArrangeArrivals(torch.autograd.Function):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from moefold.anatomy.step_specs import StepSpec
 from moefold.config.run import Config
 from moefold.dispatch.catalog import CPU_LINKS, HOP_LATENCY, LinkSpeeds
-from moefold.dispatch.price import predicted_one_way, tokens_per_rank
+from moefold.dispatch.price import predicted_one_way
+from moefold.dispatch.room_sizes import tokens_per_rank
 from moefold.kernels.facts import BYTES_PER_ELEMENT, training_precision
 
 PASSES_OVER_TOKENS = 6  # of the stream, by norms, sums and permutations around a step's products

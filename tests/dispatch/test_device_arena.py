@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moefold.comm.arena import open_shared_memory
+from moefold.comm.arena import open_shared_memory, words_of
 from moefold.config.errors import RunFailure, UserError
 from moefold.dispatch.device_arena import DeviceArena, PeerMemory, part_sizes, succeed_together
 from moefold.layout.axes import Axis, World
@@ -28,7 +28,7 @@ def host_memory(axis: Axis) -> PeerMemory:
     sizes = part_sizes(axis, 64)
     memory = open_shared_memory(axis, sizes.total * axis.size)
     parts = list(memory.view(axis.size, sizes.total))
-    return PeerMemory(parts, [sizes.words_of(part) for part in parts], sizes)
+    return PeerMemory(parts, [words_of(part, sizes) for part in parts], sizes)
 
 
 class SeenExchanges(NamedTuple):

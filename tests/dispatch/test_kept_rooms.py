@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from moefold.comm.arena import TURNS
+from moefold.comm.part_sizes import TURNS
 from moefold.config.run import Config, DataConfig, ModelConfig, MoeConfig, ParallelConfig, PipelineConfig, TrainConfig
 from moefold.dispatch.base import Receipt, Routing
 from moefold.dispatch.build import build_dispatcher
-from moefold.dispatch.price import kept_rooms
+from moefold.dispatch.room_sizes import kept_rooms
 from moefold.dispatch.symmetric import SymmetricDispatcher
 from moefold.layout.axes import World
 from tests.dispatch.test_dispatchers import BINDINGS

@@ -14,7 +14,7 @@ from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
 from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
-from moefold.dispatch.price import room_in_words
+from moefold.dispatch.room_sizes import room_in_words
 from moefold.dispatch.symmetric import SymmetricDispatcher
 from moefold.layout.axes import World, create_world
 from moefold.presets.recipe import resolve_recipe
@@ -155,7 +155,7 @@ def bounds_where_experts_choose(world: World) -> tuple[int, int | None, str]:
     dispatcher = build_dispatcher(config, KERNELS, world)
     assert isinstance(dispatcher, SymmetricDispatcher)
     rows = dispatcher.direct.rows
-    return rows.arriving, rows.choices, room_in_words(config)
+    return rows.arriving, rows.choices, room_in_words(config, 4)
 
 
 def all_of_two(world: World):

@@ -22,6 +22,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from moefold.config.base_formats import BASE_FORMATS
+from moefold.anatomy.announced_choices import BLOCK_TOKENS
 from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK
 from moefold.kernels.experts import low_rank_triton, row_stash_triton
 from moefold.kernels.quantise import (
@@ -39,7 +40,6 @@ from moefold.kernels.quantise import (
 )
 from moefold.kernels.quantise.fp8 import BLOCK, E4M3
 from moefold.kernels.routing import peer_plan_triton, peer_rows_triton, peer_signals_triton, rows_triton
-from moefold.kernels.routing.peer_plan import BLOCK_TOKENS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FP8, FP32, INT32 = "*fp8e4nv", "*fp32", "*i32"

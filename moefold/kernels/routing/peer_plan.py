@@ -20,50 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.anatomy.announced_choices import BLOCK_TOKENS, blocks_of_tokens, columns_of_counts
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
+from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 
-BLOCK_TOKENS = 128
 ROOM_COLUMN = -1  # of counts
-
-
-def blocks_of_tokens(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
-
-
-class ArrivalShape(NamedTuple):
-    """What the host knows of the tokens that arrive. `sender`: this rank among those that send; `etp` of these hold the
-    same experts. `tokens` of this rank. `arriving`: N; `rows`: R. `multiple`: rows of an expert are padded to a
-    multiple of it; `each`: to this number; 0: they are not."""
-
-    sender: int
-    etp: int
-    held: int
-    tokens: int
-    arriving: int
-    rows: int
-    multiple: int = 1
-    each: int = 0
-
-    @property
-    def rank(self) -> int:
-        return self.sender // self.etp
-
-    @property
-    def is_padded(self) -> bool:
-        return self.multiple > 1 or self.each > 0
-
-
-class ArrangedArrivals(NamedTuple):
-    """`slots_Ts`: the row of each token of this rank in the room of each rank, -1 for none. `room_s`: the room that
-    each rank keeps for tokens, -1 for none. The others are those of a row order (dispatch/base.py)."""
-
-    index_R: Tensor
-    slots_NK: Tensor
-    weight_R: Tensor
-    ends_e: Tensor
-    slots_Ts: Tensor
-    room_s: Tensor
 
 
 @register_in_place_op
@@ -270,7 +232,7 @@ def announced_cases(draw: CaseInputs) -> Iterator[AnnouncedCase]:
             ids_TK = torch.randint(-1, experts, (tokens, k), generator=generator)
             weights_TK = draw.wide(tokens, k, seed=rank)
             choices.append((ids_TK.to(draw.device), weights_TK))
-        rooms = empty_plan_rooms(len(sent), most, k, experts + ranks + 1, draw)
+        rooms = empty_plan_rooms(len(sent), most, k, columns_of_counts(experts, ranks), draw)
         yield AnnouncedCase(f"{most} x {k} to {ranks} x {etp}", choices, position_E, rooms, etp)
 
 

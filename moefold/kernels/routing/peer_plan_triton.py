@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from moefold.anatomy.announced_choices import BLOCK_TOKENS, columns_of_counts
+from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
-from moefold.kernels.routing.peer_plan import BLOCK_TOKENS, ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room
 from moefold.kernels.routing.peer_signals_triton import end_exchange, tail_arguments
 from moefold.kernels.tile_triton import (
@@ -289,7 +290,7 @@ def launch_arrange_arrivals(
         integers.new_empty(shape.tokens, senders),
         integers.new_empty(senders),
     )
-    assert columns == experts + ranks + 1, f"counts have {columns} columns"
+    assert columns == columns_of_counts(experts, ranks), f"counts have {columns} columns"
     programs = senders * blocks
     watches = lost is not None
     flags = (overflowed, lost if watches else overflowed)

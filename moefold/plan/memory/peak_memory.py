@@ -19,6 +19,7 @@ from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.run import Config
 from moefold.plan.memory.context_rows import settings_of_rows
+from moefold.dispatch.room_sizes import arena_bytes
 from moefold.plan.memory.grouped_parameters import with_groups
 from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.live_microbatches import StageBytes, running_op
@@ -303,7 +304,7 @@ def layer_count(pieces: StagePieces) -> int:
 
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
     """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also whole weights and gradients, what
-    states in host memory pass through, and the pool of a stash."""
+    states in host memory pass through, the pool of a stash, and the rooms of the symmetric dispatcher."""
     model = s.model
     choices = s.choices
     wide = choices.recipe.wide
@@ -322,6 +323,8 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
         size += visiting_bytes(state.parameters, visiting, s.optim.states_window_gib)
     if s.portion.stashes:
         size += s.config.memory.stash_gib * GIB
+    if s.parallel.dispatcher == "symmetric" and s.parallel.ep * s.parallel.etp > 1:
+        size += arena_bytes(s.config, int(wide))
     return size
 
 

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from moefold.kernels.registry import CaseInputs
 from moefold.kernels.routing import peer_plan_triton
+from moefold.kernels.routing.arrivals import ArrangedArrivals
 from moefold.kernels.routing.peer_plan import (
     AnnouncedCase,
-    ArrangedArrivals,
     announce_all,
     announced_cases,
     arrange_arrivals,
