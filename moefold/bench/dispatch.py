@@ -1,10 +1,11 @@
 """`moefold bench dispatch`: the symmetric dispatcher on one device, with all ranks played by one process.
 
 Bytes are those that have to move: each token read once and each of its rows written once, or for combine read and
-written the other way round; they and the bytes of a copy are counted as read plus written. Time is that of the kernels
-of all ranks, one behind the other.
+written the other way round, and of a plan the choices, which are read, and the maps of rows, which are written; they
+and the bytes of a copy are counted as read plus written. Time is that of the kernels of all ranks, one behind the
+other.
 
-    dispatch     plan and dispatch: counts, places, choices and router weights, maps of rows, tokens
+    dispatch     plan and dispatch: choices and router weights of all ranks, maps of rows, tokens
     row sums     of experts' rows by arrived token, on their rank, the first part of combine
     combine      its rest: these sums, read and summed in fp32 by the ranks of the tokens
 """
@@ -46,6 +47,7 @@ from moefold.observe.profile import profile_device
 COPIED_BYTES = 2**30  # of the copy that bandwidth is measured by, on a GPU
 COPIED_BYTES_ON_CPU = 2**24
 KEPT_ROOMS = 2
+BYTES_OF_A_CHOICE = 8 + 4 + 3 * 4  # read: its expert and weight; written: source, slot and weight of its row
 
 
 class DispatchCase(NamedTuple):
@@ -180,12 +182,13 @@ def measure_case(options: DispatchOptions, case: DispatchCase, device: str, band
     combine_seconds = max(both.seconds - summing.seconds, 1e-9)
     row_bytes = case.hidden * layer.dtype.itemsize
     moved = (options.tokens + rows) * row_bytes
+    maps = options.tokens * options.top_k * BYTES_OF_A_CHOICE
     row: Row = case._asdict()
     row["tokens"] = options.tokens
     row["rows"] = rows
     row["mb"] = moved / 1e6
     row["dispatch_ms"] = dispatch.seconds * 1e3
-    row["dispatch_share"] = moved / dispatch.seconds / bandwidth
+    row["dispatch_share"] = (moved + maps) / dispatch.seconds / bandwidth
     row["combine_ms"] = combine_seconds * 1e3
     row["combine_share"] = moved / combine_seconds / bandwidth
     row["row_sums_ms"] = summing.seconds * 1e3

@@ -89,13 +89,12 @@ class Dispatcher(Protocol):
 
 class HopPlan(NamedTuple):
     """One hop's part of a receipt, and the routing of the tokens that will arrive. `choices`: a bound of the choices
-    among them. `empty_rows`: some arrivals may be no token and have no choice."""
+    among them."""
 
     leg: Any
     routing: Routing
     rows_moved: int = 0
     choices: int | None = None
-    empty_rows: bool = False
 
 
 class Hop(Protocol):

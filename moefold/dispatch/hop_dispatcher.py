@@ -4,7 +4,6 @@
     dedup          one copy for each distinct rank; rows are built there, and results are summed there before return
     hierarchical   one copy for each distinct node, then one for each distinct rank of the node
     deepep         as dedup, by DeepEP's kernels
-    symmetric      as dedup, written by ranks into each other's memory
 
 Where experts are sharded over etp, one more hop sends the tokens of each etp rank to all of them.
 """
@@ -51,7 +50,6 @@ class HopDispatcher:
             plans.append(plan)
         choices_of_parcel = routing.ids_TK.shape[1]
         may_be_remote = choices_of_parcel > 1  # a parcel of one choice is always for an expert here
-        may_be_remote |= any(plan.empty_rows for plan in plans)
         if may_be_remote and choices is not None and not self.row_policy.is_padded:
             order = self.row_policy.arrange(routing, self.kernels[arrange_rows], choices)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from moefold.bench.played_ranks import TurnOrder, play_ranks
 from moefold.cli.main import run_command_line
@@ -29,6 +30,15 @@ def test_a_row_for_each_case(capsys: pytest.CaptureFixture[str]):
     assert two["launches"] > 1
     assert run_command_line(["bench", "dispatch", *SMALL, "--ranks", "2", "--zipf", "1.0"]) == 0
     assert "bandwidth of a copy" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_forward_is_five_launches_on_a_gpu(capsys: pytest.CaptureFixture[str]):
+    sizes = ["--hidden", "256", "--tokens", "500", "--repeat", "2", "--ranks", "2", "4", "--zipf", "0.0"]
+    assert run_command_line(["bench", "dispatch", "--device", "cuda", *sizes, "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out)["results"]:
+        assert row["launches"] == 5
 
 
 def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]):

@@ -14,7 +14,7 @@ from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
 from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
-from moefold.dispatch.room_sizes import room_in_words
+from moefold.dispatch.room_sizes import arena_bytes, room_in_words
 from moefold.dispatch.symmetric import SymmetricDispatcher
 from moefold.layout.axes import World, create_world
 from moefold.presets.recipe import resolve_recipe
@@ -154,6 +154,8 @@ def bounds_where_experts_choose(world: World) -> tuple[int, int | None, str]:
     config = resolve_recipe("tiny", EXPERTS_CHOOSE, world.size)
     dispatcher = build_dispatcher(config, KERNELS, world)
     assert isinstance(dispatcher, SymmetricDispatcher)
+    arena = dispatcher.arena.arena_rooms
+    assert arena.sizes.total == arena_bytes(config, 4)
     rows = dispatcher.direct.rows
     return rows.arriving, rows.choices, room_in_words(config, 4)
 

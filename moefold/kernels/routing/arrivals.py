@@ -29,10 +29,6 @@ class ArrivalShape(NamedTuple):
     def rank(self) -> int:
         return self.sender // self.etp
 
-    @property
-    def is_padded(self) -> bool:
-        return self.multiple > 1 or self.each > 0
-
 
 class ArrangedArrivals(NamedTuple):
     """`slots_Ts`: the row of each token of this rank in the room of each rank, -1 for none. `room_s`: the room that

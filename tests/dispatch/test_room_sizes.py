@@ -1,0 +1,46 @@
+"""Rooms of the symmetric dispatcher have the bytes that rows and choices take, and the planner counts them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.dispatch.room_sizes import AnnouncedSizes, ArenaRows, arena_bytes, room_bytes, room_in_words
+from moefold.plan.memory.peak_memory import plan_memory
+from moefold.presets.recipe import resolve_recipe
+
+MIB = 2**20
+
+
+def resolve(*keys: str):
+    sizes = ["--parallel.ep=4", "--train.micro_batch=1", "--train.global_batch=4", "--data.seq_len=4096"]
+    return resolve_recipe("qwen3-30b-a3b", [*sizes, "--parallel.dispatcher=symmetric", *keys], 4)
+
+
+def test_a_room_holds_the_tokens_of_all_ranks_and_there_are_two_and_those_that_are_kept():
+    each = (4 * 4096 + 1) * 2048 * 2
+    for kept in (0, 3):
+        config = resolve(f"--parallel.kept_rooms={kept}")
+        assert arena_bytes(config, 2) == pytest.approx((2 + kept) * each, rel=1e-5)
+    assert "3 layers and microbatches" in room_in_words(config, 2)
+    assert "320.0 MiB of rooms" in room_in_words(config, 2)
+
+
+def test_a_bound_of_rows_bounds_rooms_and_two_lanes_keep_none():
+    bounded = resolve("--model.moe.top_k=1", "--parallel.room=2", "--parallel.kept_rooms=0")
+    assert arena_bytes(bounded, 2) == pytest.approx(2 * 8192 * 2048 * 2, rel=1e-3)
+    config = resolve()
+    paired = replace(config, pipeline=replace(config.pipeline, pair=True))
+    assert arena_bytes(paired, 2) == arena_bytes(resolve("--parallel.kept_rooms=0"), 2)
+
+
+def test_choices_of_narrow_tokens_have_room_too():
+    announced = AnnouncedSizes(senders=2, tokens=200, choices=8, experts=16, ranks=2)
+    places, weights, counts = 2 * 200 * 8 * 4, 2 * 200 * 8 * 8, 2 * 2 * 19 * 4
+    assert places + weights + counts <= room_bytes(ArenaRows(200, 400), announced, 4) <= places + weights + counts + 512
+
+
+def test_the_planner_counts_rooms_among_its_buffers():
+    [symmetric], [dedup] = (plan_memory(resolve(*keys), 4) for keys in ((), ("--parallel.dispatcher=dedup",)))
+    assert symmetric.buffers - dedup.buffers == arena_bytes(resolve(), 2)
