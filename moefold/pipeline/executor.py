@@ -102,7 +102,10 @@ class Executor:
         microbatches whose last stage is here: zeros on ranks without the last stage."""
         program = self.train_program(len(parts))
         step = StepRun(self, program, parts, weights)
-        return step.run()
+        losses = step.run()
+        for dispatcher in self.symmetric:
+            dispatcher.end_turns()
+        return losses
 
     @torch.no_grad()
     def forward_only(self, parts: Sequence[Batch], finish: CarryReader) -> None:

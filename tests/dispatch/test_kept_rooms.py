@@ -39,6 +39,7 @@ class Sender:
         config = Config(model=model, parallel=parallel, train=train, data=DataConfig(seq_len=TOKENS))
         dispatcher = build_dispatcher(config, BINDINGS["chosen"], world)
         assert isinstance(dispatcher, SymmetricDispatcher)
+        self.whole = dispatcher
         self.dispatcher = dispatcher.direct
         self.rank = world.rank
 
@@ -64,6 +65,7 @@ class Seen(NamedTuple):
     still_right: list[bool]
     after_release: int
     first_and_second: list[int]
+    turns: list[int]
 
 
 def fill_rooms(world: World) -> Seen:
@@ -81,7 +83,11 @@ def fill_rooms(world: World) -> Seen:
     twice = [sender.dispatch(receipt, 70.0), sender.dispatch(receipt, 80.0)]
     are_right += [arrived.is_right for arrived in (after_release, *twice)]
     still_right.append(is_of(twice[0].tokens, 70.0))
-    return Seen(rooms, are_right, still_right, after_release.room, [arrived.room for arrived in twice])
+    turns = []
+    for end in (lambda: None, sender.whole.end_turns, sender.whole.end_turns):
+        end()
+        turns.append(sender.dispatcher.arena.number % TURNS)
+    return Seen(rooms, are_right, still_right, after_release.room, [arrived.room for arrived in twice], turns)
 
 
 @cache
@@ -106,6 +112,11 @@ def test_tokens_that_are_sent_again_by_the_same_plan_are_copied():
         first, second = seen.first_and_second
         assert first == TURNS + 1
         assert second == -1
+
+
+def test_a_step_ends_in_the_turn_in_which_it_began():
+    for seen in on_two():
+        assert seen.turns == [1, 0, 0]
 
 
 def test_on_two_lanes_there_are_none():

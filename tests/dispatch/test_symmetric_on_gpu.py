@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from moefold.comm.part_sizes import TURNS
 from moefold.config.errors import RunFailure
 from moefold.config.run import Config, DataConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
@@ -22,6 +23,7 @@ from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.device_arena import DeviceArena, open_device_memory
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
+from moefold.dispatch.symmetric import SymmetricDispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.kernels.routing.expert_rows import gather_rows
@@ -198,6 +200,46 @@ def test_it_gives_what_the_local_one_gives_twice_and_the_host_waits_for_nothing(
         for (precision, routing), found in cases.items():
             where = f"rank {rank}, {routing} in {precision}"
             require_local_values(found, TOLERANCES[precision], where)
+
+
+class Replayed(NamedTuple):
+    exchanges: int
+    are_equal: list[bool]
+
+
+def replay_a_layer(world: World) -> Replayed:
+    """Forward and backward captured as one graph, and replayed on the choices and numbers of other routings."""
+    torch.cuda.set_device(world.device)
+    dispatcher, kernels = build(world, "bf16"), kernels_of(world, "bf16")
+    assert isinstance(dispatcher, SymmetricDispatcher)
+    up = numbers(EXPERTS, INNER, WIDTH, seed=1, like=world, dtype=torch.bfloat16)
+    down = numbers(EXPERTS, WIDTH, INNER, seed=2, like=world, dtype=torch.bfloat16)
+    held = EXPERTS // world.ep.size
+    mine = slice(world.rank * held, (world.rank + 1) * held)
+    weights = [up[mine], down[mine]]
+    inputs = [inputs_of(world, "random", rank, torch.bfloat16) for rank in (world.rank, world.rank + 5, world.rank + 9)]
+    expected = [through(dispatcher, kernels, given, weights) for given in inputs]
+    read = RankInputs(*(x.clone() for x in inputs[0]))
+    graph = torch.cuda.CUDAGraph()
+    before = dispatcher.arena.number
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = through(dispatcher, kernels, read, weights)
+    exchanges = dispatcher.arena.number - before
+    are_equal = []
+    for given, values in zip(inputs, expected, strict=True):
+        for old, new in zip(read, given, strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        are_equal.append(all(map(torch.equal, results, values)))
+    dispatcher.arena.require_peers()
+    return Replayed(exchanges, are_equal)
+
+
+def test_forward_and_backward_are_captured_and_replayed_on_other_tokens():
+    for seen in run_device_ranks(replay_a_layer, 2, device=DEVICE, ep=2):
+        assert seen.exchanges % TURNS == 0
+        assert seen.are_equal == [True] * 3
 
 
 class LostPeer(NamedTuple):

@@ -120,14 +120,14 @@ def sum_peer_rows_kernel(
 
 @lru_cache(maxsize=256)
 def uploaded_addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """A table of addresses on the device, uploaded once: rooms stay where they are."""
+    """A table of addresses on the device, uploaded once: rooms stay where they are. Each is a multiple of 16, as
+    kernels take it to be."""
+    assert all(address % ALIGNMENT == 0 for address in addresses), f"rooms begin at {addresses}"
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 def address_table(rooms: list[Tensor], device: torch.device) -> Tensor:
-    """Addresses of rooms, each a multiple of 16 as kernels take it to be."""
-    addresses = tuple(room.data_ptr() for room in rooms)
-    assert all(address % ALIGNMENT == 0 for address in addresses), f"rooms begin at {addresses}"
+    addresses = tuple([room.data_ptr() for room in rooms])
     return uploaded_addresses(addresses, device)
 
 
