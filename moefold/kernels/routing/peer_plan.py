@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS, blocks_of_tokens, columns_of_counts
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
-from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
+from moefold.kernels.routing.arrivals import ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 
 ROOM_COLUMN = -1  # of counts
@@ -45,11 +45,13 @@ def announce_choices(
     _, most, k = positions[0].shape
     experts = len(position_E)
     tokens = len(ids_TK)
-    position_TK = ids_TK.new_full((most, k), -1, dtype=torch.int32)
     is_choice_TK = (ids_TK >= 0) & (ids_TK < experts)
-    place_TK = position_E[ids_TK.clamp(0, experts - 1)]
+    some_id_TK = ids_TK.clamp(0, experts - 1)
+    place_TK = position_E[some_id_TK]
+    position_TK = ids_TK.new_full((most, k), -1, dtype=torch.int32)
     position_TK[:tokens] = torch.where(is_choice_TK, place_TK, -1)
-    ranks = counts[0].shape[-1] - experts - 1
+    columns = counts[0].shape[-1]
+    ranks = columns - columns_of_counts(experts, 0)
     counts_BC = count_blocks(position_TK, experts, ranks)
     counts_BC[:, ROOM_COLUMN] = kept_room
     for positions_sTK, weights_sTK, counts_sBC in zip(positions, weights, counts, strict=True):
@@ -61,18 +63,24 @@ def announce_choices(
 def count_blocks(position_TK: Tensor, experts: int, ranks: int) -> Tensor:
     """(B, C): choices of each expert, and tokens for each rank, of each block; the last column is not set."""
     tokens, k = position_TK.shape
+    device = position_TK.device
     blocks = blocks_of_tokens(tokens)
-    token_T = torch.arange(tokens, device=position_TK.device)
-    block_T1 = (token_T // BLOCK_TOKENS)[:, None]
-    none = experts + ranks
-    counts_BC = position_TK.new_zeros(blocks, none + 1)
-    place_TK = torch.where(position_TK >= 0, position_TK, none).long()
+    columns = columns_of_counts(experts, ranks)
+    counts_BC = position_TK.new_zeros(blocks, columns)
+    token_T = torch.arange(tokens, device=device)
+    block_T = token_T // BLOCK_TOKENS
+    block_T1 = block_T[:, None]
+    # choices of each expert; missing ones go to the last column
+    place_TK = torch.where(position_TK >= 0, position_TK, columns - 1)
     one_TK = torch.ones_like(position_TK)
-    counts_BC.index_put_((block_T1.expand(-1, k), place_TK), one_TK, accumulate=True)
+    at = (block_T1.expand(-1, k), place_TK.long())
+    counts_BC.index_put_(at, one_TK, accumulate=True)
+    # tokens for each rank
     goes_Tn = ranks_of_tokens(position_TK, experts // ranks, ranks)
-    rank_n = torch.arange(ranks, device=position_TK.device)
+    rank_n = torch.arange(ranks, device=device)
     column_n = experts + rank_n
-    counts_BC.index_put_((block_T1.expand(-1, ranks), column_n.expand(tokens, -1)), goes_Tn.int(), accumulate=True)
+    at = (block_T1.expand(-1, ranks), column_n.expand(tokens, -1))
+    counts_BC.index_put_(at, goes_Tn.int(), accumulate=True)
     return counts_BC
 
 
@@ -98,66 +106,81 @@ def arrange_arrivals(
     experts in that of experts, and within an expert in that of the tokens. `overflowed` (bool) is set where tokens or
     rows of this rank find no room: those have none. Where `lost` (a word) is not zero, a rank has not written what is
     read here, and nothing arrives: taken for places, it would end the device before the host can name that rank."""
+    room_s = counts_sBC[:, 0, ROOM_COLUMN]
     if lost is not None:
-        positions_sTK = torch.where(lost == 0, positions_sTK, -1)
-    senders, most, k = positions_sTK.shape
-    ranks = senders // shape.etp
-    held = shape.held
+        is_whole = lost == 0
+        positions_sTK = torch.where(is_whole, positions_sTK, -1)
+        room_s = torch.where(is_whole, room_s, -1)
+    senders, most, _ = positions_sTK.shape
     position_AK = positions_sTK.flatten(0, 1)
-    goes_An = ranks_of_tokens(position_AK, held, ranks)
+    goes_An = ranks_of_tokens(position_AK, shape.held, senders // shape.etp)
     number_An = goes_An.cumsum(0) - 1
     fits_An = goes_An & (number_An < shape.arriving)
     slots_An = torch.where(fits_An, number_An, -1)
     begin = shape.sender * most
-    slots_Tn = slots_An[begin : begin + shape.tokens]
-    slots_Ts = slots_Tn.repeat_interleave(shape.etp, dim=1)
+    end = begin + shape.tokens
+    slots_Ts = slots_An[begin:end].repeat_interleave(shape.etp, dim=1)
+    arrived = goes_An[:, shape.rank].sum()
+    overflowed.logical_or_(arrived > shape.arriving)
     source_A = slots_An[:, shape.rank]
-    slot_AK = position_AK - shape.rank * held
-    is_held_AK = (slot_AK >= 0) & (slot_AK < held)
-    slot = torch.where(is_held_AK, slot_AK, held).flatten()
-    row, ends_e = rows_of_choices(slot, shape)
-    has_row = (row < shape.rows) & (source_A >= 0).repeat_interleave(k)
-    is_short = (ends_e[-1] > shape.rows) | (goes_An[:, shape.rank].sum() > shape.arriving)
-    overflowed.logical_or_(is_short)
-    # rows without a source, and sources without a row, are gathered in one more place behind the last
+    order = order_arrivals(position_AK, weights_sTK.flatten(), source_A, shape, overflowed)
+    return *order, slots_Ts.int(), room_s.clone()
+
+
+def order_arrivals(
+    position_AK: Tensor, weights: Tensor, source_A: Tensor, shape: ArrivalShape, overflowed: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """index_R, slots_NK, weight_R and ends_e of the choices of experts held here. `source_A`: rows of the tokens that
+    arrive here, -1 for others."""
+    k = position_AK.shape[1]
+    row, ends_e = rows_of_choices(position_AK.flatten(), shape)
+    overflowed.logical_or_(ends_e[-1] > shape.rows)
     source = source_A.repeat_interleave(k)
+    has_row = (row < shape.rows) & (source >= 0)
+    # one more place behind the last takes what has no row
     place = torch.where(has_row, row, shape.rows)
-    index = source.new_full((shape.rows + 1,), -1).scatter_(0, place, source)
-    weights = weights_sTK.flatten()
-    weight = weights.new_zeros(shape.rows + 1).scatter_(0, place, weights)
+    index = source.new_full((shape.rows + 1,), -1)
+    index.scatter_(0, place, source)
+    weight = weights.new_zeros(shape.rows + 1)
+    weight.scatter_(0, place, weights)
     choice_K = torch.arange(k, device=source.device)
     choice_AK = source_A[:, None] * k + choice_K
     last = shape.arriving * k
     link = torch.where(has_row, choice_AK.flatten(), last)
-    slots = source.new_full((last + 1,), -1).scatter_(0, link, row)
+    slots = source.new_full((last + 1,), -1)
+    slots.scatter_(0, link, row)
     slots_NK = slots[:last].view(-1, k)
     ends_e = ends_e.clamp(max=shape.rows)
-    room_s = counts_sBC[:, 0, ROOM_COLUMN].clone()
-    if lost is not None:
-        room_s = torch.where(lost == 0, room_s, -1)
-    arranged = ArrangedArrivals(
-        index[: shape.rows].int(), slots_NK.int(), weight[: shape.rows], ends_e.int(), slots_Ts.int(), room_s
-    )
-    return tuple(arranged)
+    return index[:-1].int(), slots_NK.int(), weight[:-1], ends_e.int()
 
 
-def rows_of_choices(slot: Tensor, shape: ArrivalShape) -> tuple[Tensor, Tensor]:
+def rows_of_choices(position: Tensor, shape: ArrivalShape) -> tuple[Tensor, Tensor]:
     """The row of each choice, at least R for one of other ranks' experts, and the end of each expert's rows."""
+    held = shape.held
+    slot = position - shape.rank * held
+    is_held = (slot >= 0) & (slot < held)
+    slot = torch.where(is_held, slot, held)
     order = slot.argsort(stable=True)
     sorted_slot = slot[order]
-    every_slot = torch.arange(shape.held, device=slot.device)
+    every_slot = torch.arange(held, device=slot.device)
     last_e = torch.searchsorted(sorted_slot, every_slot, right=True)
-    counts_e = last_e.diff(prepend=last_e.new_zeros(1))
-    sizes_e = -(-counts_e // shape.multiple) * shape.multiple
+    zero = last_e.new_zeros(1)
+    counts_e = last_e.diff(prepend=zero)
+    pads_e = -(-counts_e // shape.multiple)
+    sizes_e = pads_e * shape.multiple
     if shape.each:
         sizes_e = torch.full_like(counts_e, shape.each)
     ends_e = sizes_e.cumsum(0)
-    shift_e = ends_e - sizes_e - last_e + counts_e
-    row = torch.arange(len(slot), device=slot.device)
-    is_held = sorted_slot < shape.held
-    held_slot = sorted_slot.clamp(max=shape.held - 1)
-    row = torch.where(is_held, row + shift_e[held_slot], shape.rows)
-    return torch.empty_like(row).scatter_(0, order, row), ends_e
+    # A row moves by the difference between its expert's begin with padding and without.
+    begins_e = ends_e - sizes_e
+    shift_e = begins_e - last_e + counts_e
+    held_slot = sorted_slot.clamp(max=held - 1)
+    number = torch.arange(len(slot), device=slot.device)
+    moved = number + shift_e[held_slot]
+    sorted_row = torch.where(sorted_slot < held, moved, shape.rows)
+    row = torch.empty_like(sorted_row)
+    row.scatter_(0, order, sorted_row)
+    return row, ends_e
 
 
 @announce_choices.register_fast("triton")

@@ -25,6 +25,7 @@ from moefold.kernels.tile_triton import (
     store_inside,
     tile_mask,
     tile_offsets,
+    tile_pointers,
     wide_program_id,
 )
 
@@ -49,6 +50,15 @@ def is_at(place, numbers):
 
 
 @triton.jit
+def count_tokens(place, group, held):
+    """The tokens of a block for each rank."""
+    rank = tl.where(place >= 0, place // held, -1)
+    is_there = rank[:, :, None] == group[None, None, :]
+    goes = tl.max(is_there.to(tl.int32), 1)
+    return tl.sum(goes, 0)
+
+
+@triton.jit
 def announce_choices_kernel(
     ids_TK, weights_TK, position_E, positions, weights, counts, sender, kept_room, T, MOST, E, n, held,
     words, fault_2, finished, me, patience,
@@ -66,24 +76,23 @@ def announce_choices_kernel(
     # counts: choices of each expert, tokens for each rank
     expert = tl.arange(0, PLACES)
     every_place = tl.reshape(place, [TOKENS * CHOICES])
-    chosen = tl.histogram(every_place, PLACES, mask=every_place >= 0)
+    is_place = every_place >= 0
+    chosen = tl.histogram(every_place, PLACES, mask=is_place)
     group = tl.arange(0, GROUPS)
-    rank = tl.where(place >= 0, place // held, -1)
-    goes_there = rank[:, :, None] == group[None, None, :]
-    goes = tl.max(goes_there.to(tl.int32), 1)
-    tokens = tl.sum(goes, 0)
+    tokens = count_tokens(place, group, held)
     # the same to every rank
     inside = tile_mask(t < MOST, k < K)
     wide_sender = tl.zeros([], tl.int64) + sender
-    first = wide_sender * MOST * K
+    at += wide_sender * MOST * K
+    line = wide_sender * tl.num_programs(0) + block
     columns = E + n + 1
-    line = (wide_sender * tl.num_programs(0) + block) * columns
+    first = line * columns
     for to in tl.static_range(SENDERS):
-        room = load_words32(positions, to)
-        store_inside(room + first + at, place, inside)
+        place_room = load_words32(positions, to)
+        store_inside(place_room + at, place, inside)
         weight_room = load_room(weights, to, weights_TK)
-        store_inside(weight_room + first + at, weight, inside)
-        count_room = load_words32(counts, to) + line
+        store_inside(weight_room + at, weight, inside)
+        count_room = load_words32(counts, to) + first
         store_inside(count_room + expert, chosen, expert < E)
         store_inside(count_room + E + group, tokens, group < n)
         tl.store(count_room + E + n, kept_room)
@@ -99,19 +108,26 @@ def load_words32(addresses, rank):
 
 
 @triton.jit
-def sum_counts(counts_PC, first, column, inside, block, programs, columns, STEP: constexpr):
-    """Sums of some columns over STEP blocks: over all of them, and over those before a block."""
-    b = numbers_from(first, STEP)
-    at = counts_PC + tile_offsets(b, column, columns)
-    count = load_or_zero(at, tile_mask(b < programs, inside))
-    is_before = (b < block)[:, None]
-    earlier = tl.where(is_before, count, 0)
-    return tl.sum(count, 0), tl.sum(earlier, 0)
+def sum_counts(counts_PC, column, inside, block, counted, columns, WIDTH: constexpr, STEP: constexpr):
+    """Sums of some columns of counts: over all blocks, and over those before a block."""
+    total = tl.zeros([WIDTH], tl.int32)
+    before = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, counted, STEP):
+        b = numbers_from(first, STEP)
+        at = tile_pointers(counts_PC, b, column, columns)
+        held = tile_mask(b < counted, inside)
+        count = load_or_zero(at, held)
+        is_before = b < block
+        earlier = tl.where(is_before[:, None], count, 0)
+        total += tl.sum(count, 0)
+        before += tl.sum(earlier, 0)
+    return total, before
 
 
 @triton.jit
 def value_at(values, numbers, number):
-    return tl.sum(tl.where(numbers == number, values, 0), 0)
+    found = tl.where(numbers == number, values, 0)
+    return tl.sum(found, 0)
 
 
 @triton.jit
@@ -120,30 +136,97 @@ def store_rows_of_tokens(slots_Ts, slots, token, group, T, n, ETP: constexpr):
     inside = tile_mask(token < T, group < n)
     senders = n * ETP
     for part in tl.static_range(ETP):
-        at = slots_Ts + tile_offsets(token, group * ETP + part, senders)
+        rank = group * ETP + part
+        at = tile_pointers(slots_Ts, token, rank, senders)
         store_inside(at, slots, inside)
 
 
 @triton.jit
-def fill_behind(out, value, first, end, limit, STEP: constexpr):
-    """Store a value from `first` to `end`, where entries are at `limit` or behind."""
-    for begin in range(first, end, STEP):
-        i = numbers_from(begin, STEP)
-        store_inside(out + i, value, (i < end) & (i >= limit))
+def store_kept_rooms(counts_PC, room_s, group, blocks, columns, n, counted, ETP: constexpr):
+    """The room that each rank keeps, which stands in the last column of its first block."""
+    senders = n * ETP
+    for part in tl.static_range(ETP):
+        rank = group * ETP + part
+        first = rank * blocks * columns
+        at = counts_PC + first + columns - 1
+        inside = (rank < senders) & (counted > 0)
+        room = tl.load(at, mask=inside, other=-1)
+        store_inside(room_s + rank, room, rank < senders)
 
 
 @triton.jit
-def fill_padding(
-    index_R, weight_R, first, end, begins, counts, STEP: constexpr
-):  # fmt: skip
-    """No source and no weight for rows that are behind those of their expert."""
+def fill_behind(out, value, share, size, limit, STEP: constexpr):
+    """Store a value in this program's share of entries, where they are at `limit` or behind."""
+    first = tl.program_id(0) * share
+    end = tl.minimum(first + share, size)
+    for begin in range(first, end, STEP):
+        i = numbers_from(begin, STEP)
+        is_behind = (i < end) & (i >= limit)
+        store_inside(out + i, value, is_behind)
+
+
+@triton.jit
+def fill_padding(index_R, weight_R, share, R, begins, counts, STEP: constexpr):
+    """No source and no weight for this program's share of rows, where they are behind those of their expert."""
+    first = tl.program_id(0) * share
+    end = tl.minimum(first + share, R)
     for begin in range(first, end, STEP):
         r = numbers_from(begin, STEP)
         behind = r[:, None] - begins[None, :]
         is_real = (behind >= 0) & (behind < counts[None, :])
-        is_padding = tl.sum(is_real.to(tl.int32), 1) == 0
-        store_inside(index_R + r, -1, (r < end) & is_padding)
-        store_inside(weight_R + r, 0.0, (r < end) & is_padding)
+        reals = tl.sum(is_real.to(tl.int32), 1)
+        is_padding = (reals == 0) & (r < end)
+        store_inside(index_R + r, -1, is_padding)
+        store_inside(weight_R + r, 0.0, is_padding)
+
+
+@triton.jit
+def first_rows(rows, is_held, MULTIPLE: constexpr, EACH: constexpr):
+    """Where the rows of each expert begin and end, with padding."""
+    pads = (rows + MULTIPLE - 1) // MULTIPLE
+    sizes = pads * MULTIPLE
+    if EACH > 0:
+        sizes = tl.where(is_held, EACH, 0)
+    ends = tl.cumsum(sizes, 0)
+    begins = ends - sizes
+    return begins, ends
+
+
+@triton.jit
+def ranks_and_experts(positions_AK, source, is_token, expert, group, first, held, K: constexpr):
+    """For each token whether it goes to each rank, and how many of its choices are each expert held here."""
+    goes = is_at(source, group) * 0
+    chosen = is_at(source, expert) * 0
+    for number in tl.static_range(K):
+        place = tl.load(positions_AK + source + number, mask=is_token, other=-1)
+        rank = tl.where(place >= 0, place // held, -1)
+        goes = goes | is_at(rank, group)
+        chosen += is_at(place - first, expert)
+    return goes, chosen
+
+
+@triton.jit
+def store_choices(
+    positions_AK, weights_AK, index_R, slots_NK, weight_R,
+    source, is_token, arrival, expert, next_row, first, R, K: constexpr,
+):  # fmt: skip
+    """The row of each choice, in both directions, and its weight. `next_row`: of each token's first choice of each
+    expert."""
+    has_arrived = is_token & (arrival >= 0)
+    link = arrival.to(tl.int64) * K
+    for number in tl.static_range(K):
+        at = source + number
+        place = tl.load(positions_AK + at, mask=is_token, other=-1)
+        same = is_at(place - first, expert)
+        row = tl.sum(same * next_row, 1)
+        next_row += same
+        is_held = tl.sum(same, 1) > 0
+        is_here = is_held & (row >= 0) & (row < R)
+        weight = load_or_zero(weights_AK + at, is_here & has_arrived)
+        store_inside(index_R + row, arrival, is_here)
+        store_inside(weight_R + row, weight, is_here)
+        slot = tl.where(is_here, row, -1)
+        store_inside(slots_NK + link + number, slot, has_arrived)
 
 
 @triton.jit
@@ -153,93 +236,61 @@ def arrange_arrivals_kernel(
     WATCHES: constexpr, ETP: constexpr, MULTIPLE: constexpr, EACH: constexpr,
     K: constexpr, HELD: constexpr, GROUPS: constexpr, TOKENS: constexpr, STEP: constexpr, FILLED: constexpr,
 ):  # fmt: skip
-    """Rows of one block's tokens, and its part of what is filled behind the last row."""
+    """Rows of one block's tokens, and its share of what is filled behind the last row."""
     block = tl.program_id(0)
-    columns = E + n + 1
     counted = programs
     if WATCHES:  # without a rank, nothing arrives
         is_lost = tl.load(lost) != 0
         counted = tl.where(is_lost, 0, programs)
-    expert = tl.arange(0, HELD)
-    is_held = expert < held
-    group = tl.arange(0, GROUPS)
-    is_group = group < n
     # choices of each expert here, and tokens for each rank: of all blocks, and of those before
-    rows = tl.zeros([HELD], tl.int32)
-    rows_before = rows
-    tokens = tl.zeros([GROUPS], tl.int32)
-    tokens_before = tokens
-    for first in range(0, counted, STEP):
-        column = rank * held + expert
-        total, earlier = sum_counts(counts_PC, first, column, is_held, block, programs, columns, STEP)
-        rows += total
-        rows_before += earlier
-        total, earlier = sum_counts(counts_PC, first, E + group, is_group, block, programs, columns, STEP)
-        tokens += total
-        tokens_before += earlier
-    # where each expert's rows begin
-    sizes = (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE
-    if EACH > 0:
-        sizes = tl.where(is_held, EACH, 0)
-    ends = tl.cumsum(sizes, 0)
-    begins = ends - sizes
-    last_end = tl.sum(sizes, 0)
+    number = tl.arange(0, HELD)
+    is_held = number < held
+    expert = tl.where(is_held, number, -E - 1)  # a number that no choice has
+    group = tl.arange(0, GROUPS)
+    columns = E + n + 1
+    first = rank * held
+    rows, rows_before = sum_counts(counts_PC, first + number, is_held, block, counted, columns, HELD, STEP)
+    tokens, tokens_before = sum_counts(counts_PC, E + group, group < n, block, counted, columns, GROUPS, STEP)
+    begins, ends = first_rows(rows, is_held, MULTIPLE, EACH)
+    last_end = tl.max(ends, 0)
     arrived = value_at(tokens, group, rank)
     if block == 0:
-        store_inside(ends_e + expert, tl.minimum(ends, R), is_held)
-        senders = n * ETP
-        for part in tl.static_range(ETP):
-            of = group * ETP + part
-            at = counts_PC + of * blocks * columns + columns - 1
-            room = tl.load(at, mask=(of < senders) & (counted > 0), other=-1)
-            store_inside(room_s + of, room, of < senders)
+        store_inside(ends_e + number, tl.minimum(ends, R), is_held)
+        store_kept_rooms(counts_PC, room_s, group, blocks, columns, n, counted, ETP)
         if (arrived > N) | (last_end > R):
             tl.store(overflowed, 1)
     # the row of each token on each rank
     of_sender = block // blocks
-    token = numbers_from((block - of_sender * blocks) * TOKENS, TOKENS)
+    own_block = block - of_sender * blocks
+    token = numbers_from(own_block * TOKENS, TOKENS)
     is_token = (token < MOST) & (counted > 0)
-    source = (of_sender * MOST + token).to(tl.int64) * K
-    goes = tl.zeros([TOKENS, GROUPS], tl.int32)
-    chosen = tl.zeros([TOKENS, HELD], tl.int32)
-    for number in tl.static_range(K):
-        place = tl.load(positions_AK + source + number, mask=is_token, other=-1)
-        to = tl.where(place >= 0, place // held, -1)
-        goes = goes | is_at(to, group)
-        chosen += is_at(place - rank * held, tl.where(is_held, expert, -E - 1))
-    number_on_rank = tl.cumsum(goes, 0) - goes + tokens_before[None, :]
-    fits = (goes > 0) & (number_on_rank < N) & (number_on_rank >= 0)
-    slots = tl.where(fits, number_on_rank, -1)
+    line = of_sender * MOST + token
+    source = line.to(tl.int64) * K
+    goes, chosen = ranks_and_experts(positions_AK, source, is_token, expert, group, first, held, K)
+    place = tl.cumsum(goes, 0) - goes + tokens_before[None, :]
+    fits = (goes > 0) & (place >= 0) & (place < N)
+    slots = tl.where(fits, place, -1)
     if of_sender == sender:
         store_rows_of_tokens(slots_Ts, slots, token, group, T, n, ETP)
-    arrival = tl.sum(tl.where((group == rank)[None, :], slots, 0), 1)
     # the row of each choice: behind those of its expert in earlier blocks, tokens and choices
-    next_row = tl.cumsum(chosen, 0) - chosen + (begins + rows_before)[None, :]
-    has_arrived = is_token & (arrival >= 0)
-    for number in tl.static_range(K):
-        place = tl.load(positions_AK + source + number, mask=is_token, other=-1)
-        same = is_at(place - rank * held, tl.where(is_held, expert, -E - 1))
-        row = tl.sum(same * next_row, 1)
-        next_row += same
-        is_here = (tl.sum(same, 1) > 0) & (row >= 0) & (row < R)
-        weight = load_or_zero(weights_AK + source + number, is_here & has_arrived)
-        store_inside(index_R + row, tl.where(has_arrived, arrival, -1), is_here)
-        store_inside(weight_R + row, weight, is_here)
-        link = arrival.to(tl.int64) * K + number
-        store_inside(slots_NK + link, tl.where(is_here, row, -1), has_arrived)
-    # this program's part of what nobody writes
-    share = tl.cdiv(R, programs)
-    first_row = block * share
-    end_row = tl.minimum(first_row + share, R)
+    is_own = group == rank
+    own_slots = tl.where(is_own[None, :], slots, 0)
+    arrival = tl.sum(own_slots, 1)
+    first_row = begins + rows_before
+    next_row = tl.cumsum(chosen, 0) - chosen + first_row[None, :]
+    store_choices(
+        positions_AK, weights_AK, index_R, slots_NK, weight_R, source, is_token, arrival, expert, next_row, first, R, K
+    )  # fmt: skip
+    # what nobody writes
+    row_share = tl.cdiv(R, programs)
     if (MULTIPLE > 1) | (EACH > 0):
-        fill_padding(index_R, weight_R, first_row, end_row, begins, rows, STEP)
+        fill_padding(index_R, weight_R, row_share, R, begins, rows, STEP)
     else:
-        fill_behind(index_R, -1, first_row, end_row, last_end, FILLED)
-        fill_behind(weight_R, 0.0, first_row, end_row, last_end, FILLED)
-    links = tl.cdiv(N * K, programs)
-    first_link = block * links
-    end_link = tl.minimum(first_link + links, N * K)
-    fill_behind(slots_NK, -1, first_link, end_link, arrived * K, FILLED)
+        fill_behind(index_R, -1, row_share, R, last_end, FILLED)
+        fill_behind(weight_R, 0.0, row_share, R, last_end, FILLED)
+    links = N * K
+    link_share = tl.cdiv(links, programs)
+    fill_behind(slots_NK, -1, link_share, links, arrived * K, FILLED)
 
 
 PlanRoomLists = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -254,7 +305,7 @@ def launch_announce_choices(
     tail: ExchangeTail | None,
 ) -> None:
     """`numbers`: this sender, and the room that it keeps."""
-    positions, weights, counts = rooms
+    positions, _, counts = rooms
     senders, most, k = positions[0].shape
     blocks, columns = counts[0].shape[1:]
     tokens = len(ids_TK)
@@ -262,13 +313,16 @@ def launch_announce_choices(
     ranks = columns - experts - 1
     held = experts // ranks
     device = ids_TK.device
-    tables = (address_table(positions, device), address_table(weights, device), address_table(counts, device))
-    inputs = (ids_TK.contiguous(), weights_TK.contiguous(), position_E)
+    tables = [address_table(each, device) for each in rooms]
+    ids_TK = ids_TK.contiguous()
+    weights_TK = weights_TK.contiguous()
+    inputs = (ids_TK, weights_TK, position_E)
+    tail_inputs = tail_arguments(tail, position_E)
     sizes = (tokens, most, experts, ranks, held)
     widths = [width_of(size) for size in (k, experts, ranks)]
     launch = announce_choices_kernel[(blocks,)]
     launch(
-        *inputs, *tables, *numbers, *sizes, *tail_arguments(tail, tables[0]), senders, k, *widths, BLOCK_TOKENS,
+        *inputs, *tables, *numbers, *sizes, *tail_inputs, senders, k, *widths, BLOCK_TOKENS,
         num_warps=8,
     )  # fmt: skip
 
