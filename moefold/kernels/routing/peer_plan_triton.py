@@ -60,11 +60,35 @@ def count_tokens(place, group, held):
 
 @triton.jit
 def announce_choices_kernel(
-    ids_TK, weights_TK, position_E, positions, weights, counts, sender, kept_room, T, MOST, E, n, held,
-    words, fault_2, finished, me, patience,
-    SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
-    SENDERS: constexpr, K: constexpr, CHOICES: constexpr, PLACES: constexpr, GROUPS: constexpr, TOKENS: constexpr,
-):  # fmt: skip
+    ids_TK,
+    weights_TK,
+    position_E,
+    positions,
+    weights,
+    counts,
+    sender,
+    kept_room,
+    T,
+    MOST,
+    E,
+    n,
+    held,
+    words,
+    fault_2,
+    finished,
+    me,
+    patience,
+    SIGNALS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    CLOCKED: constexpr,
+    SENDERS: constexpr,
+    K: constexpr,
+    CHOICES: constexpr,
+    PLACES: constexpr,
+    GROUPS: constexpr,
+    TOKENS: constexpr,
+):
     """One block of a rank's choices to all rooms, and their counts."""
     block = wide_program_id(0)
     t = numbers_from(block * TOKENS, TOKENS)
@@ -207,9 +231,20 @@ def ranks_and_experts(positions_AK, source, is_token, expert, group, first, held
 
 @triton.jit
 def store_choices(
-    positions_AK, weights_AK, index_R, slots_NK, weight_R,
-    source, is_token, arrival, expert, next_row, first, R, K: constexpr,
-):  # fmt: skip
+    positions_AK,
+    weights_AK,
+    index_R,
+    slots_NK,
+    weight_R,
+    source,
+    is_token,
+    arrival,
+    expert,
+    next_row,
+    first,
+    R,
+    K: constexpr,
+):
     """The row of each choice, in both directions, and its weight. `next_row`: of each token's first choice of each
     expert."""
     has_arrived = is_token & (arrival >= 0)
@@ -231,11 +266,39 @@ def store_choices(
 
 @triton.jit
 def arrange_arrivals_kernel(
-    positions_AK, weights_AK, counts_PC, index_R, slots_NK, weight_R, ends_e, slots_Ts, room_s, overflowed, lost,
-    sender, rank, T, MOST, blocks, programs, N, R, E, n, held,
-    WATCHES: constexpr, ETP: constexpr, MULTIPLE: constexpr, EACH: constexpr,
-    K: constexpr, HELD: constexpr, GROUPS: constexpr, TOKENS: constexpr, STEP: constexpr, FILLED: constexpr,
-):  # fmt: skip
+    positions_AK,
+    weights_AK,
+    counts_PC,
+    index_R,
+    slots_NK,
+    weight_R,
+    ends_e,
+    slots_Ts,
+    room_s,
+    overflowed,
+    lost,
+    sender,
+    rank,
+    T,
+    MOST,
+    blocks,
+    programs,
+    N,
+    R,
+    E,
+    n,
+    held,
+    WATCHES: constexpr,
+    ETP: constexpr,
+    MULTIPLE: constexpr,
+    EACH: constexpr,
+    K: constexpr,
+    HELD: constexpr,
+    GROUPS: constexpr,
+    TOKENS: constexpr,
+    STEP: constexpr,
+    FILLED: constexpr,
+):
     """Rows of one block's tokens, and its share of what is filled behind the last row."""
     block = tl.program_id(0)
     counted = programs
@@ -280,7 +343,7 @@ def arrange_arrivals_kernel(
     next_row = tl.cumsum(chosen, 0) - chosen + first_row[None, :]
     store_choices(
         positions_AK, weights_AK, index_R, slots_NK, weight_R, source, is_token, arrival, expert, next_row, first, R, K
-    )  # fmt: skip
+    )
     # what nobody writes
     row_share = tl.cdiv(R, programs)
     if (MULTIPLE > 1) | (EACH > 0):
@@ -322,9 +385,17 @@ def launch_announce_choices(
     widths = [width_of(size) for size in (k, experts, ranks)]
     launch = announce_choices_kernel[(blocks,)]
     launch(
-        *inputs, *tables, *numbers, *sizes, *tail_inputs, senders, k, *widths, BLOCK_TOKENS,
+        *inputs,
+        *tables,
+        *numbers,
+        *sizes,
+        *tail_inputs,
+        senders,
+        k,
+        *widths,
+        BLOCK_TOKENS,
         num_warps=8,
-    )  # fmt: skip
+    )
 
 
 def launch_arrange_arrivals(
@@ -354,10 +425,23 @@ def launch_arrange_arrivals(
     step = counted_blocks(programs, shape.held)
     launch = arrange_arrivals_kernel[(programs,)]
     launch(
-        *rooms, *arranged, *flags, shape.sender, shape.rank, *sizes,
-        watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, step, FILLED,
+        *rooms,
+        *arranged,
+        *flags,
+        shape.sender,
+        shape.rank,
+        *sizes,
+        watches,
+        shape.etp,
+        shape.multiple,
+        shape.each,
+        k,
+        *widths,
+        BLOCK_TOKENS,
+        step,
+        FILLED,
         num_warps=8,
-    )  # fmt: skip
+    )
     return arranged
 
 

@@ -51,11 +51,28 @@ def load_slots(slots, n, column, inside, COLUMNS: constexpr):
 
 @triton.jit
 def push_peer_rows_kernel(
-    x_TD, slots_Ts, addresses, room_s, turn, room_size, T, D,
-    words, fault_2, finished, me, patience,
-    SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
-    SENDERS: constexpr, CHOSEN: constexpr, ROWS: constexpr, COLS: constexpr,
-):  # fmt: skip
+    x_TD,
+    slots_Ts,
+    addresses,
+    room_s,
+    turn,
+    room_size,
+    T,
+    D,
+    words,
+    fault_2,
+    finished,
+    me,
+    patience,
+    SIGNALS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    CLOCKED: constexpr,
+    SENDERS: constexpr,
+    CHOSEN: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+):
     """A part of some tokens, read once and written to one of the rooms of each of their ranks."""
     t = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
@@ -76,11 +93,25 @@ def push_peer_rows_kernel(
 
 @triton.jit
 def sum_rows_into_kernel(
-    y_RD, slots_NK, room_ND, N, D,
-    words, fault_2, finished, me, patience,
-    SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
-    K: constexpr, ROWS: constexpr, COLS: constexpr, WIDE: constexpr,
-):  # fmt: skip
+    y_RD,
+    slots_NK,
+    room_ND,
+    N,
+    D,
+    words,
+    fault_2,
+    finished,
+    me,
+    patience,
+    SIGNALS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    CLOCKED: constexpr,
+    K: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+    WIDE: constexpr,
+):
     """A part of the sums over some sources' rows, in their order. Sources without rows are left out."""
     n = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
@@ -101,7 +132,7 @@ def sum_rows_into_kernel(
 @triton.jit
 def sum_peer_rows_kernel(
     slots_Ts, addresses, out_TD, T, D, SENDERS: constexpr, ROWS: constexpr, COLS: constexpr, WIDE: constexpr
-):  # fmt: skip
+):
     """A part of the sums of some tokens over their rows on all ranks, in the order of ranks."""
     t = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
