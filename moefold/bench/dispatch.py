@@ -46,7 +46,7 @@ from moefold.observe.profile import profile_device
 
 COPIED_BYTES = 2**30  # of the copy that bandwidth is measured by, on a GPU
 COPIED_BYTES_ON_CPU = 2**24
-KEPT_ROOMS = 2
+KEPT_ROOMS = 4  # results of earlier repetitions may not be freed yet
 BYTES_OF_A_CHOICE = 8 + 4 + 3 * 4  # read: its expert and weight; written: source, slot and weight of its row
 
 
