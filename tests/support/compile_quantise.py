@@ -21,8 +21,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from moefold.config.base_formats import BASE_FORMATS
 from moefold.anatomy.announced_choices import BLOCK_TOKENS
+from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK
 from moefold.kernels.experts import low_rank_triton, row_stash_triton
 from moefold.kernels.quantise import (

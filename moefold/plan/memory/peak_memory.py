@@ -18,8 +18,8 @@ from typing import NamedTuple
 from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.run import Config
-from moefold.plan.memory.context_rows import settings_of_rows
 from moefold.dispatch.room_sizes import arena_bytes
+from moefold.plan.memory.context_rows import settings_of_rows
 from moefold.plan.memory.grouped_parameters import with_groups
 from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.live_microbatches import StageBytes, running_op
