@@ -68,13 +68,11 @@ class CudaRecorder:
 
     def record(self, work: Work[T]) -> Recorded[T]:
         gc.collect()  # what dead cycles hold would stay beside the graph's memory
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # for the memory of the graph
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as that of a checkpoint, may go on with what a capture forbids to its own thread.
-        try:
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                result = work()
-        except RuntimeError as error:
-            raise capture_failure("memory.graphs = whole: the step", error, OBSTACLES_HINT) from error
+        with torch.cuda.stream(self.stream):
+            result = capture_work(graph, work, "memory.graphs = whole: the step", OBSTACLES_HINT)
         return result, graph.replay
 
 
@@ -94,21 +92,34 @@ class PoolRecorder(CudaRecorder):
 
     def record(self, work: Work[T]) -> Recorded[T]:
         graph = torch.cuda.CUDAGraph()
-        try:
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            with ending_capture(graph):
-                result = work()
-        except RuntimeError as error:
-            raise capture_failure("memory.graphs = static: a step of the model", error) from error
+        result = capture_work(graph, work, "memory.graphs = static: a step of the model", pool=self.pool)
         return result, graph.replay
 
 
-class OpenCapture(Protocol):
+class Capture(Protocol):
+    """What begins and ends a capture: a CUDA graph."""
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
+
     def capture_end(self) -> None: ...
 
 
+def capture_work(graph: Capture, work: Work[T], what: str, hint: str = "", pool: Any = None) -> T:
+    """Capture work on the present stream. Other threads, such as that of a checkpoint, may go on with what a capture
+    forbids to its own thread. `what` is captured, and `hint`: the words of a failure. Want of memory is no failure of
+    the capture, and is told as everywhere."""
+    try:
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        with ending_capture(graph):
+            return work()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise capture_failure(what, error, hint) from error
+
+
 @contextmanager
-def ending_capture(graph: OpenCapture) -> Iterator[None]:
+def ending_capture(graph: Capture) -> Iterator[None]:
     """End a capture behind its work. Work that fails may have spoilt it, so that its end fails too: the work's error is
     the one that says why."""
     try:

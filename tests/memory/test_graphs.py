@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.config.errors import RunFailure
 from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
-from moefold.memory.graphs import StepGraph, ending_capture
+from moefold.memory.graphs import StepGraph, capture_work
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import validation_loss
@@ -220,12 +221,21 @@ def test_a_tape_refuses_what_a_capture_refuses():
 class SpoiltCapture:
     """A capture that its work has ended, as CUDA ends it at what no graph may have."""
 
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None: ...
+
     def capture_end(self) -> None:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
+def fail_with(error: Exception) -> None:
+    raise error
+
+
 def test_a_failed_capture_tells_the_error_of_its_work():
-    with pytest.raises(RuntimeError, match="not permitted"), ending_capture(SpoiltCapture()):
-        raise RuntimeError("operation not permitted when stream is capturing")
-    with pytest.raises(RuntimeError, match="previous error"), ending_capture(SpoiltCapture()):
-        pass
+    refused = RuntimeError("operation not permitted when stream is capturing")
+    with pytest.raises(RunFailure, match=r"the step could not be captured: operation not permitted.*; see there"):
+        capture_work(SpoiltCapture(), partial(fail_with, refused), "the step", "; see there")
+    with pytest.raises(RunFailure, match="previous error"):
+        capture_work(SpoiltCapture(), partial(torch.zeros, 1), "the step")
+    with pytest.raises(torch.OutOfMemoryError, match="12 GiB"):
+        capture_work(SpoiltCapture(), partial(fail_with, torch.OutOfMemoryError("12 GiB")), "the step")
