@@ -50,9 +50,7 @@ def gpus_of_node(gpu: Gpu) -> int:
 def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     """The configuration in the planned precision, with the planned recompute and graph, and with the steps of the token
     budget unless the request sets them."""
-    config = with_planned_regions(config, choices)
-    memory = replace(config.memory, graphs=choices.graphs)
-    config = replace(config, memory=memory)
+    config = with_planned_memory(config, choices)
     train = replace(config.train, precision=choices.precision)  # pyright: ignore[reportArgumentType]
     if "train.steps" not in r.fixed:
         step_tokens = train.global_batch * config.data.seq_len
@@ -61,12 +59,14 @@ def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     return replace(config, train=train)
 
 
-def with_planned_regions(config: Config, choices: PlanChoices) -> Config:
-    """The configuration of a run with the recompute and offload of the choices, by the trainer's names."""
+def with_planned_memory(config: Config, choices: PlanChoices) -> Config:
+    """The configuration of a run with the recompute, offload and graphs of the choices, by the trainer's names. Graphs
+    of another trainer are not its own."""
     recompute = runnable_regions(config.model, choices.recompute, REBUILT_REGIONS)
     offload = runnable_regions(config.model, choices.offload, OFFLOADED_REGIONS)
     experts = entries_of_expert_weights(config.memory.offload)
-    memory = replace(config.memory, recompute=recompute, offload=(*experts, *offload))
+    graphs = choices.graphs if choices.stack == "moefold" else "none"
+    memory = replace(config.memory, recompute=recompute, offload=(*experts, *offload), graphs=graphs)
     return replace(config, memory=memory)
 
 

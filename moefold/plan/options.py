@@ -56,6 +56,15 @@ REGION_ALIASES = {  # names in other trainers
 }
 
 
+RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # recomputed regions: a rung costs more than those that it contains
+    (),
+    ("activation", "norm"),
+    ("sar",),
+    ("activation", "norm", "up", "mlp"),
+    ("norm", "up", "mlp", "shared", "experts"),
+    ("layer",),
+)
+
 TRAINER_VALUES: dict[str, tuple[object, ...]] = {  # values of `PlanChoices` that a run can have today
     "stack": ("moefold",),
     "precision": ("fp32", "bf16"),

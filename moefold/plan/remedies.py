@@ -10,16 +10,14 @@ from moefold.anatomy.frozen_base import base_size_of_all_ranks
 from moefold.anatomy.model_totals import total_parameters
 from moefold.config.errors import UserError
 from moefold.config.read import with_values
-from moefold.config.rule import ConfigOnRanks
-from moefold.config.rules import broken_rules
 from moefold.config.run import Config
-from moefold.plan.launch import with_planned_regions
+from moefold.plan.allowed_changes import RuleNames, rules_broken_by
 from moefold.plan.memory.grouped_parameters import trained_share
 from moefold.plan.memory.peak_memory import GIB, fullest_rank, plan_memory
 from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
-from moefold.plan.options import PlanChoices
+from moefold.plan.options import RECOMPUTE_LADDER, PlanChoices
 from moefold.plan.request import PlanRequest
-from moefold.plan.search import RECOMPUTE_LADDER, Candidate, LayoutSearch, SearchResult
+from moefold.plan.search import Candidate, LayoutSearch, SearchResult
 
 GROWTH_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the number of GPUs
 SHOWN_REASONS = 4
@@ -53,6 +51,10 @@ class Change:
         """This change in words, and a further one."""
         return f"{self.text} {text}".strip()
 
+    @property
+    def broken_rules(self) -> RuleNames:
+        return rules_broken_by(self.config, self.choices, self.gpus)
+
     def with_config(self, text: str, config: Config) -> Change:
         """This change, and a further one of the configuration."""
         text = self.and_also(text)
@@ -63,6 +65,7 @@ def remedies_for_layout(r: PlanRequest, config: Config, choices: PlanChoices) ->
     """Changes with which the layout fits, those of the trainer first, and a number of GPUs that is enough for it."""
     plan = Change("", config, choices, r.gpus)
     bases = [plan]
+    broken = plan.broken_rules
     if config.train.micro_batch > 1:
         train = replace(config.train, micro_batch=1)
         smaller = replace(config, train=train)
@@ -70,26 +73,26 @@ def remedies_for_layout(r: PlanRequest, config: Config, choices: PlanChoices) ->
     remedies: list[str] = []
     for base in bases:
         changes = [base, *layout_changes(base)]
-        fitting = [change.text for change in changes if fits_as_changed(r, change)]
+        fitting = [change.text for change in changes if fits_as_changed(r, change, broken)]
         room = SHOWN_REMEDIES - len(remedies)
         remedies += fitting[:room]
-        enough = first_fitting(r, larger_clusters(base))
+        enough = first_fitting(r, larger_clusters(base), broken)
         if enough:
             remedies.append(enough.text)
             break
     return remedies
 
 
-def first_fitting(r: PlanRequest, changes: Iterator[Change]) -> Change | None:
+def first_fitting(r: PlanRequest, changes: Iterator[Change], broken: RuleNames) -> Change | None:
     for change in changes:
-        if fits_as_changed(r, change):
+        if fits_as_changed(r, change, broken):
             return change
     return None
 
 
-def fits_as_changed(r: PlanRequest, change: Change) -> bool:
-    case = ConfigOnRanks(change.config, change.gpus)
-    if broken_rules(case):
+def fits_as_changed(r: PlanRequest, change: Change, broken: RuleNames) -> bool:
+    """Whether the changed plan fits and breaks no other rules than these."""
+    if change.broken_rules - broken:
         return False
     ranks = plan_memory(change.config, change.gpus, change.choices)
     fullest = fullest_rank(ranks)
@@ -111,8 +114,7 @@ def layout_changes(plan: Change) -> Iterator[Change]:
         names = ",".join(regions)
         text = plan.and_also(f"--recompute {names}")
         choices = replace(plan.choices, recompute=regions)
-        recomputing = with_planned_regions(config, choices)
-        yield replace(plan, text=text, choices=choices, config=recomputing)
+        yield replace(plan, text=text, choices=choices)
 
 
 def larger_clusters(plan: Change) -> Iterator[Change]:

@@ -24,11 +24,11 @@ from moefold.config.memory_regions import REGIONS
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES
 from moefold.config.run import Config
-from moefold.plan.launch import with_planned_regions
+from moefold.plan.launch import with_planned_memory
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
-from moefold.plan.options import PlanChoices
+from moefold.plan.options import RECOMPUTE_LADDER, PlanChoices
 from moefold.plan.request import with_dispatcher
 from moefold.plan.time.cheapest_context import cheapest_context, with_context
 from moefold.plan.time.closed_form import (
@@ -49,14 +49,6 @@ from moefold.plan.time.dynamic_step import time_step
 from moefold.plan.time.simulate_step import StepTime
 from moefold.plan.time.step_times import StepClock
 
-RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # recomputed regions: a rung costs more than those that it contains
-    (),
-    ("activation", "norm"),
-    ("sar",),
-    ("activation", "norm", "up", "mlp"),
-    ("norm", "up", "mlp", "shared", "experts"),
-    ("layer",),
-)
 FEWEST_TOKENS = 512  # per rank and microbatch: with fewer, launch latency is all of the time
 MOST_TOKENS = 16_384  # a larger microbatch makes no kernel faster
 MOST_PIPELINE = 64
@@ -434,7 +426,7 @@ class LayoutRungs:
     def check_rules(self, choices: PlanChoices) -> bool:
         if not choices.recompute and not choices.offload:
             return True
-        run = with_planned_regions(self.config, choices)
+        run = with_planned_memory(self.config, choices)
         case = ConfigOnRanks(run, self.search.world)
         for rule in RECOMPUTE_RULES:
             if not rule.holds(case):

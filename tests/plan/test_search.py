@@ -7,14 +7,13 @@ import pytest
 
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
-from moefold.plan.launch import with_planned_regions
+from moefold.plan.launch import with_planned_memory
 from moefold.plan.machine.gpu import Gpu, find_gpu_by_name
 from moefold.plan.memory.peak_memory import GIB, build_run_setting, fullest_rank, memory_by_rank
-from moefold.plan.options import PlanChoices
+from moefold.plan.options import RECOMPUTE_LADDER, PlanChoices
 from moefold.plan.request import with_dispatcher
 from moefold.plan.search import (
     NO_RUNGS,
-    RECOMPUTE_LADDER,
     Candidate,
     LayoutRungs,
     LayoutSearch,
@@ -173,7 +172,7 @@ def test_selective_rematerialisation_is_proposed_where_it_is_the_cheapest_that_f
     more = [layout.candidate(rung, NO_RUNGS) for rung in range(SAR + 1, len(RECOMPUTE_LADDER)) if layout.fits(rung)]
     assert more
     assert found.seconds < min(candidate.seconds for candidate in more)
-    run = with_planned_regions(found.config, found.choices)
+    run = with_planned_memory(found.config, found.choices)
     assert set(run.memory.recompute) == {"norm", "swap", "dispatch", "activation"}
     assert not broken_rules(ConfigOnRanks(run, 8))
     after = layout.search.next_rung(found)

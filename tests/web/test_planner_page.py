@@ -1,7 +1,7 @@
 """The page offers what the planner knows, with words for each."""
 
 from moefold.plan.machine.gpu import known_gpu_names
-from moefold.plan.search import RECOMPUTE_LADDER
+from moefold.plan.options import RECOMPUTE_LADDER
 from moefold.web.planner_page import planner_page_data
 
 

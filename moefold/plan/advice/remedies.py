@@ -9,11 +9,10 @@ from dataclasses import replace
 from statistics import mean
 
 from moefold.anatomy.stage_contents import rank_of_each_stage
-from moefold.config.rules import ConfigOnRanks, broken_rules
 from moefold.plan.advice.ratios import graph_count, has_experts
 from moefold.plan.advice.sentences import NEARLY_FULL, NOTICEABLE, Advice, propose, propose_faster
 from moefold.plan.advice.situation import WORTH_SAYING, Change, Situation
-from moefold.plan.launch import with_planned_regions
+from moefold.plan.allowed_changes import rules_broken_by
 from moefold.plan.layer.moefold_layers import HOPPER_CAPABILITY
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS
 
@@ -209,12 +208,8 @@ def can_capture(plan: Situation, kind: str) -> bool:
     have static graphs of any layout."""
     if plan.choices.stack != "moefold":
         return kind == "static"
-    config = with_planned_regions(plan.config, plan.choices)
-    memory = replace(config.memory, graphs=kind)
-    captured = replace(config, memory=memory)
-    world = plan.setting.world
-    case = ConfigOnRanks(captured, world)
-    return not broken_rules(case)
+    captured = replace(plan.choices, graphs=kind)  # pyright: ignore[reportArgumentType]
+    return not rules_broken_by(plan.config, captured, plan.setting.world)
 
 
 def describe_graph_count(plan: Situation, kind: str) -> str:

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, cast
 
 from moefold.config.read import with_values
-from moefold.config.rules import ConfigOnRanks, broken_rules
 from moefold.config.run import Config, MemoryConfig
+from moefold.plan.allowed_changes import RuleNames, rules_broken_by
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
 from moefold.plan.options import TRAINER_VALUES, PlanChoices
@@ -30,6 +30,10 @@ class Situation:
     @cached_property
     def time(self) -> StepTime:
         return time_step(self.setting, self.gpu)
+
+    @cached_property
+    def broken_rules(self) -> RuleNames:
+        return rules_broken_by(self.config, self.choices, self.setting.world)
 
     @property
     def config(self) -> Config:
@@ -67,7 +71,7 @@ class Situation:
 
     def changed(self, changes: Change) -> Situation | None:
         """The situation with other values of keys: of the configuration with a dot, else of `PlanChoices`. None where
-        a rule forbids them."""
+        they break a rule that this one keeps."""
         of_run: dict[str, Any] = {}
         of_plan: dict[str, Any] = {}
         for path, value in changes.items():
@@ -76,10 +80,10 @@ class Situation:
         problems: dict[str, str] = {}
         config = with_values(self.config, of_run, problems)
         config = replace(config, memory=MemoryConfig())  # the choices have the recomputed regions
-        world = self.setting.world
-        if problems or broken_rules(ConfigOnRanks(config, world)):
-            return None
         choices = replace(self.choices, **of_plan)
+        world = self.setting.world
+        if problems or rules_broken_by(config, choices, world) - self.broken_rules:
+            return None
         return plan_situation(config, world, choices, self.gpu)
 
     def gain(self, other: Situation) -> float:

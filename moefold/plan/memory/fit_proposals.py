@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from moefold.anatomy.regions import regions_of
-from moefold.config.memory_regions import EXPERT_WEIGHTS, entries_of_expert_weights, names_expert_weights
+from moefold.config.memory_regions import EXPERT_WEIGHTS, PRESETS, entries_of_expert_weights
 from moefold.config.open_names import ATTENTION_NAMES
 from moefold.config.read import replace_values
 from moefold.config.rule import ConfigOnRanks
@@ -16,15 +16,14 @@ from moefold.layout.environment import Rendezvous
 from moefold.plan.machine.this_machine import this_machine
 from moefold.plan.memory.machine_fit import MAIN_WEIGHT_BYTES, MachineFit, MemoryShortage, ranks_of_machine
 from moefold.plan.memory.run_setting import GIB
+from moefold.plan.options import RECOMPUTE_LADDER
 
 USABLE_SHARE = 0.8  # of a memory, for what is proposed: a plan leaves out the process itself and unused allocations
 MOST_MACHINES = 4096
 SHORTEST_SEQUENCE = 128
 SHORT_SEQUENCE = 512  # tried together with other changes, where no single change is enough
 
-# Regions that are proposed, those that cost least first.
-RECOMPUTE_LADDER = (("norm",), ("norm", "up"), ("norm", "up", "mlp", "experts"), ("mlp", "moe"), ("layer",))
-OFFLOAD_LADDER = (("experts",), ("core", "experts"), ("layer",))
+OFFLOAD_LADDER = (("experts",), ("core", "experts"), ("layer",))  # those that cost least first
 
 Settings = Mapping[str, object]  # by path of the key
 
@@ -114,7 +113,7 @@ def memory_regions(fit: MachineFit) -> Iterator[str]:
     experts = entries_of_expert_weights(offload)
     if fit.on_gpu and not experts and fit.config.lora.rank and "experts" in regions_of(model, {}):
         yield from first_that_fits(fit, [{"memory.offload": (EXPERT_WEIGHTS, *offload)}])
-    recomputed = settings_of_ladder("memory.recompute", RECOMPUTE_LADDER, model)
+    recomputed = settings_of_ladder("memory.recompute", RECOMPUTE_LADDER[1:], model)
     yield from first_that_fits(fit, recomputed)
     if fit.on_gpu:
         ladder = [(*experts, *names) for names in OFFLOAD_LADDER]
@@ -123,11 +122,16 @@ def memory_regions(fit: MachineFit) -> Iterator[str]:
 
 
 def settings_of_ladder(key: str, ladder: Sequence[Sequence[str]], model: ModelConfig) -> Iterator[Settings]:
-    """The regions of each rung that the model has."""
-    present = regions_of(model, {})
+    """The regions of each rung that the model has, and presets all of whose regions it has."""
+    present = {*regions_of(model, {}), EXPERT_WEIGHTS}
     for names in ladder:
-        regions = [name for name in names if name in present or names_expert_weights(name)]
-        yield {key: tuple(regions)}
+        regions: list[str] = []
+        for entry in names:
+            name = entry.partition("@")[0]
+            if present.issuperset(PRESETS.get(name, (name,))):
+                regions.append(entry)
+        if regions:
+            yield {key: tuple(regions)}
 
 
 def smaller_microbatch(fit: MachineFit) -> Iterator[str]:

@@ -17,7 +17,7 @@ from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
 from moefold.layout.environment import Rendezvous
 from moefold.plan.machine.this_machine import MachineMemory
-from moefold.plan.memory.fit_proposals import describe_shortage
+from moefold.plan.memory.fit_proposals import describe_shortage, propose_changes
 from moefold.plan.memory.machine_fit import MachineFit, certain_bytes, ranks_of_machine
 from moefold.plan.memory.run_setting import GIB
 from moefold.presets.recipe import resolve_recipe
@@ -138,6 +138,15 @@ def test_what_is_proposed_is_legal_and_fits(recipe: str, words: list[str], host:
         config = resolve_recipe(recipe, [*words, *more], ranks)
         place = ranks_of_machine(Rendezvous(size=ranks, local_size=1))
         assert MachineFit(config, place, case.machine).fits_everywhere(), text
+
+
+def test_regions_are_proposed_by_the_names_of_the_trainer_and_as_its_rules_allow():
+    """Selective rematerialisation is refused where weights are gathered."""
+    words = ["--train.device", "cuda", "--train.global_batch", "128", "--train.micro_batch", "16", "--parallel.ep", "8"]
+    for mode, regions in (("zero1", "sar"), ("zero3", "norm,experts")):
+        case = fit("olmoe-1b-7b", *words, "--shard.mode", mode, gpus=(170.0,) * 8, host=2000.0, ranks=8)
+        proposed = propose_changes(case)
+        assert f"--memory.recompute {regions}" in proposed, proposed
 
 
 @pytest.mark.slow
