@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from moefold.config.errors import UserError
 from moefold.config.memory_regions import entries_of_expert_weights, parse_offload
-from moefold.config.memory_rules import GRAPHS, layer_count, recomputed_regions
+from moefold.config.memory_rules import GRAPHS, layer_count
 from moefold.config.precision_rules import recipes_in_use
 from moefold.config.rule import ConfigOnRanks, RuleList
 
@@ -70,18 +70,18 @@ def static_graphs_find_weights(c: ConfigOnRanks) -> bool:
 
 @STATIC_GRAPH_RULES.rule(
     "static graphs keep what they save",
-    (GRAPHS, "memory.recompute", "memory.offload", "model.layers", "model.mtp"),
-    why="what captured steps save has its place in their graphs; regions outside of them may be recomputed or "
-    f"offloaded: {', '.join(sorted(EAGER_REGIONS))}",
+    (GRAPHS, "memory.offload", "model.layers", "model.mtp"),
+    why="what captured steps save has its place in their graphs; regions outside of them may be offloaded: "
+    f"{', '.join(sorted(EAGER_REGIONS))}",
     fix=NO_GRAPHS,
 )
 def static_graphs_keep_what_they_save(c: ConfigOnRanks) -> bool:
     if not has_static_graphs(c):
         return True
-    named = set(recomputed_regions(c))
     with suppress(UserError):  # reported by a rule of regions
-        named |= parse_offload(c.memory.offload, layer_count(c)).keys()
-    return named <= EAGER_REGIONS
+        named = parse_offload(c.memory.offload, layer_count(c))
+        return named.keys() <= EAGER_REGIONS
+    return True
 
 
 @STATIC_GRAPH_RULES.rule(

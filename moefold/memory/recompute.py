@@ -90,6 +90,13 @@ class Promises:
             if promised.memory.expired():
                 self.outputs.pop(address, None)
 
+    def withdraw(self, call: RegionCall) -> None:
+        """Promise the outputs of a call no longer; promises that were made stay."""
+        promised_outputs = list(self.outputs.items())
+        for address, promised in promised_outputs:
+            if promised.call is call:
+                self.outputs.pop(address, None)
+
     def call_of(self, x: Tensor) -> RegionCall | None:
         """The call whose output a tensor is, if that is promised."""
         address = memory_of(x)
@@ -210,6 +217,8 @@ class RegionCall:
         self.outputs: list[Any] | None = None
         self.made = MadeHere()  # the outputs, once they are rebuilt
         self.lock = threading.RLock()  # segments may run backward on two threads
+        if NOTED_CALLS.open is not None:
+            NOTED_CALLS.open.append(self)
 
     # ---- forward
 
@@ -259,6 +268,11 @@ class RegionCall:
             self.outputs = [y.detach() if isinstance(y, Tensor) else y for y in every_output]
             self.made = MadeHere.by_current_stream()
 
+    def begin_anew(self) -> None:
+        """Free what was rebuilt, so that a second backward through the same graph rebuilds it."""
+        self.saved = None
+        self.outputs = None
+
     @torch.no_grad()
     def run_plainly(self, inputs: Values) -> Any:
         return self.fn(*inputs)
@@ -290,6 +304,26 @@ def as_sequence(outputs: Any) -> Values:
     if isinstance(outputs, (tuple, list)):
         return outputs  # pyright: ignore[reportUnknownVariableType]
     return (outputs,)
+
+
+class NotedCalls(threading.local):
+    """The list of calls that this thread's forward adds to, if one is open."""
+
+    open: list[RegionCall] | None = None
+
+
+NOTED_CALLS = NotedCalls()
+
+
+@contextmanager
+def noting_calls() -> Iterator[list[RegionCall]]:
+    """The calls of rebuilt regions that are made inside."""
+    calls: list[RegionCall] = []
+    NOTED_CALLS.open = calls
+    try:
+        yield calls
+    finally:
+        NOTED_CALLS.open = None
 
 
 class InsideCall(threading.local):

@@ -36,6 +36,7 @@ from moefold.anatomy.captured_steps import CAPTURED_READS
 from moefold.layout.gradient_sink import FixedSum, sink_of
 from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, Recorder, Replay
 from moefold.memory.offload import OffloadingSteps
+from moefold.memory.recompute import noting_calls
 from moefold.memory.stash import StashingSteps
 from moefold.model.steps import Carry, Step, StepRewrite, Steps
 from moefold.model.transformer import Transformer
@@ -257,8 +258,11 @@ class GraphSlot:
         carry = given.carry_of(self.inputs)
         self.given_entries = {name: id(value) for name, value in carry.items()}
         self.shard = carry["token_shard"]
-        with torch.enable_grad(), saved_tensors_hooks(self.note_kept, as_it_is):
-            return step.run(carry)
+        with torch.enable_grad(), saved_tensors_hooks(self.note_kept, as_it_is), noting_calls() as self.rebuilt:
+            carry = step.run(carry)
+        for call in self.rebuilt:
+            call.policy.promises.withdraw(call)  # outputs of the step stay in its slot
+        return carry
 
     def note_kept(self, x: Tensor) -> Tensor:
         self.kept.add(storage_of(x))
@@ -375,6 +379,8 @@ class GraphSlot:
         for total, gradient in zip(self.sums, found[count:], strict=True):
             if gradient is not None:
                 total.add(gradient)
+        for call in self.rebuilt:
+            call.begin_anew()  # for the next graph of this backward
         kept: list[Tensor | None] = []
         for place, gradient in zip(places, found[:count], strict=True):
             kept.append(None if gradient is None else place.copy_(gradient))

@@ -284,7 +284,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         (f"--memory.graphs=static --memory.offload=expert_weights {FROZEN_EXPERTS}", 1, "offload = expert_weights"),
     ],
     "static graphs keep what they save": [
-        ("--memory.graphs=static --memory.recompute=norm,moe", 1, "memory.recompute = norm,moe"),
         ("--memory.graphs=static --memory.offload=core", 1, "memory.offload = core"),
     ],
     "static graphs have plain products": [

@@ -54,6 +54,7 @@ VARIANTS = {  # and the number of captured steps, of two layers
     ),
     "bf16": ("--train.precision bf16 --optim.clip_by unit --optim.when backward", 4),
     "recompute": ("--memory.recompute moe@0,dispatch@1", 3),
+    "recompute inside": ("--memory.recompute norm,core,experts", 4),
     "a layer recomputed, a stash": ("--memory.recompute layer@0 --memory.stash stack --memory.stash_gib 0.01", 2),
     "offload": ("--memory.offload experts --memory.offload_least 1", 4),
 }
@@ -70,8 +71,9 @@ def test_replays_give_the_bits_of_ordinary_steps(variant: str):
     assert same_state(plain, graphed)
 
 
-def test_latent_attention_dense_layers_shared_experts_and_validation_between_replays():
-    config = small_config("--train.validate_sequences 2", "deepseek-v3-tiny")
+@pytest.mark.parametrize("recomputed", ["", " --memory.recompute norm,up,mlp,shared"])
+def test_latent_attention_dense_layers_shared_experts_and_validation_between_replays(recomputed: str):
+    config = small_config(f"--train.validate_sequences 2{recomputed}", "deepseek-v3-tiny")
     plain, graphed = assemble(config), assemble(config)
     with_static_graphs(graphed)
     for _ in range(STEPS):
@@ -80,6 +82,20 @@ def test_latent_attention_dense_layers_shared_experts_and_validation_between_rep
     names = {step.step.spec.name for step in graphed.static_graphs.captured if step.slots}  # pyright: ignore[reportOptionalMemberAccess]
     assert names == {"attend", "route", "mlp", "shared"}
     assert same_state(plain, graphed)
+
+
+def test_what_a_slot_keeps_falls_where_regions_inside_are_recomputed():
+    kept: list[int] = []
+    for words in ("", "--memory.recompute norm,core"):
+        run = assemble(small_config(words))
+        with_static_graphs(run)
+        for _ in range(2):
+            take_next_step(run)
+        assert run.static_graphs is not None
+        attention = run.static_graphs.captured[0].slots[0]
+        assert bool(attention.rebuilt) == bool(words)
+        kept.append(len(attention.kept))
+    assert kept[1] < kept[0]
 
 
 def test_batches_of_another_form_are_captured_anew():

@@ -23,6 +23,7 @@ VARIANTS = {
     "lean state": "--train.micro_batch 4 --optim.main split --optim.moments bf16 --optim.gradients bf16",
     "fp32": "--train.precision fp32",
     "recompute": "--memory.recompute moe@0",
+    "recompute inside": "--memory.recompute norm,core,experts",
     "units updated in backward": "--optim.when backward --optim.clip_by unit",
 }
 

@@ -100,7 +100,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str, str]] = {
     "even stages": ({**SMALL, "parallel.ep": 8, "parallel.pp": 2}, "table 14", "pipeline rank"),
     "captured graphs": ({**FEW_TOKENS, "graphs": "static"}, "table 15", "graphs static"),
     "graphs that tp forbids": ({**FEW_TOKENS, "parallel.tp": 2}, "table 15", "graphs"),
-    "graphs that recompute forbids": ({**FEW_TOKENS, "recompute": "norm"}, "table 15", "graphs"),
+    "graphs that offload forbids": ({**FEW_TOKENS, "offload": "core"}, "table 15", "graphs"),
     "states that graphs keep on the device": (
         {**SMALL, "gpus": 8, "parallel.ep": 8, "graphs": "static"},
         "table 13",
