@@ -12,7 +12,6 @@ from moefold.config.rule import ConfigOnRanks, RuleList
 
 NO_GRAPHS = "set memory.graphs to none"
 EAGER_REGIONS = frozenset(("activation", "dispatch", "experts", "moe", "layer"))  # those outside of captured steps
-SCHEDULES_AT_ONCE = ("gpipe", "1f1b", "interleaved")  # data and weight gradients are one piece
 
 STATIC_GRAPH_RULES = RuleList()
 
@@ -39,21 +38,6 @@ def static_graphs_are_of_a_gpu(c: ConfigOnRanks) -> bool:
 )
 def static_graphs_have_no_collectives(c: ConfigOnRanks) -> bool:
     return not has_static_graphs(c) or c.parallel.tp * c.parallel.cp == 1
-
-
-@STATIC_GRAPH_RULES.rule(
-    "static graphs have weight gradients at once",
-    (GRAPHS, "pipeline.schedule", "pipeline.defer", "pipeline.pair", "pipeline.fill"),
-    why="a captured backward has the weight gradients of its step, which would otherwise wait for a gap",
-    fix=NO_GRAPHS,
-)
-def static_graphs_defer_nothing(c: ConfigOnRanks) -> bool:
-    if not has_static_graphs(c):
-        return True
-    pipeline = c.pipeline
-    fills = pipeline.pair and pipeline.fill
-    splits = c.parallel.pp > 1 and pipeline.schedule not in SCHEDULES_AT_ONCE
-    return not (pipeline.defer or fills or splits)
 
 
 @STATIC_GRAPH_RULES.rule(

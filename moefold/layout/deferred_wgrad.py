@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,23 @@ DeferredWork = Callable[[], None]
 ComputeGradient = Callable[[], Tensor | None]  # None: the gradient was added to a running sum in place
 
 OPEN_QUEUES: list[list[DeferredWork]] = []  # a stack; not thread-local, since autograd runs on threads of its own
+
+
+class DeferredGradient(NamedTuple):
+    """A weight's gradient, as work to be done."""
+
+    weight: Tensor
+    compute_gradient: ComputeGradient
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            gradient = self.compute_gradient()
+        deliver_gradient(self.weight, gradient)
+
+
+def open_queue() -> list[DeferredWork] | None:
+    """The queue that weight gradients go into; None: they are computed at once."""
+    return OPEN_QUEUES[-1] if OPEN_QUEUES else None
 
 
 @contextmanager
@@ -41,15 +58,11 @@ def gradient_or_defer(weight: Tensor, compute_gradient: ComputeGradient) -> Tens
     from it."""
     if not underlying_parameter(weight).requires_grad:
         return None
-    if not OPEN_QUEUES or is_computed(weight):
+    queue = open_queue()
+    if queue is None or is_computed(weight):
         return compute_gradient()
-
-    def deliver_deferred_gradient() -> None:
-        with torch.no_grad():
-            gradient = compute_gradient()
-        deliver_gradient(weight, gradient)
-
-    OPEN_QUEUES[-1].append(deliver_deferred_gradient)
+    deferred = DeferredGradient(weight, compute_gradient)
+    queue.append(deferred)
     return None
 
 

@@ -13,7 +13,7 @@ microbatches are in flight at once, each captured when it is first needed.
     gradients of outputs   copied to memory that all layers share
     gradients of inputs    copied in the graph to memory that all layers share: one microbatch runs backward at a time
     gradients of weights   added in the graph to sums at fixed addresses; whether a gradient is the first of its sum
-                           decides which of two graphs runs
+                           decides which of two graphs runs. Those that wait for a gap are graphs of their own
 
 All graphs of a slot's pass, from the first captured step to the last and back, share one pool of memory: they are
 replayed in the order of their capture, by one microbatch at a time. Later ones may keep results where earlier ones had
@@ -23,6 +23,7 @@ what they need only while they run, so graphs of two microbatches in flight must
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
@@ -33,7 +34,14 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moefold.anatomy.captured_steps import CAPTURED_READS
-from moefold.layout.gradient_sink import FixedSum, sink_of
+from moefold.layout.deferred_wgrad import (
+    DeferredGradient,
+    DeferredWork,
+    deferring_weight_grads,
+    deliver_gradient,
+    open_queue,
+)
+from moefold.layout.gradient_sink import FixedSum, sink_of, underlying_parameter
 from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, Recorder, Replay
 from moefold.memory.offload import OffloadingSteps
 from moefold.memory.recompute import noting_calls
@@ -138,16 +146,26 @@ def storage_of(x: Tensor) -> int:
 # ---- memory ----
 
 
+@dataclass(eq=False)
+class PassPool:
+    """The pool of the graphs of a microbatch in flight. `waiting`: how many of its backwards have weight gradients that
+    wait. What they read may lie where forward has what it needs only while it runs: no pass begins before."""
+
+    recorder: Recorder
+    waiting: int = 0
+
+
 class GraphMemory:
     """Memory of graphs beside their pool. `standing`: addresses of tensors that stay where they are. `shared`: buffers
     that hold nothing from one graph to the next but what is read at once: the same for all layers and slots, by the
-    name of their step, their role and their form. `pools`: recorders by the address of the number of a microbatch's
-    first sequence, which the first captured step of a pass has put there."""
+    name of their step, their role and their form. `pools`: by the address of the number of a microbatch's first
+    sequence, which the first captured step of a pass has put there."""
 
     def __init__(self, device: torch.device, recorder: PooledRecorder):
         self.device = device
         self.recorder = recorder
-        self.pools: dict[int, Recorder] = {}
+        self.weight_recorder = recorder.with_own_pool()  # of weight gradients that wait, which run in any order
+        self.pools: dict[int, PassPool] = {}
         self.standing: set[int] = set()
         self.shared: dict[LeafForm, Tensor] = {}
 
@@ -169,11 +187,12 @@ class GraphMemory:
             self.shared[key] = self.empty_buffer(like)
         return self.shared[key]
 
-    def pool_of(self, first: Tensor | int) -> Recorder:
-        """The recorder of the pass that a microbatch is in; one with a pool of its own if none has captured it yet."""
+    def pool_of(self, first: Tensor | int) -> PassPool:
+        """The pool of the pass that a microbatch is in; a new one if the pass begins."""
         if self.stands(first):
             return self.pools[address_of(first)]
-        return self.recorder.with_own_pool()
+        recorder = self.recorder.with_own_pool()
+        return PassPool(recorder)
 
     def stands(self, leaf: Any) -> TypeGuard[Tensor]:
         return isinstance(leaf, Tensor) and address_of(leaf) in self.standing
@@ -194,13 +213,29 @@ def fill_buffer(buffer: Tensor, leaf: Tensor | int) -> None:
 # ---- one microbatch in flight ----
 
 
-@dataclass
-class BackwardGraph:
-    """The backward of a slot for given gradients: buffers of those of the outputs, and gradients of the inputs."""
+class CapturedGradients(NamedTuple):
+    """What a captured backward leaves: gradients of the inputs, and work that was deferred in it."""
 
-    buffers: list[Tensor | None]
-    gradients: list[Tensor | None]
-    replay: Replay
+    of_inputs: list[Tensor | None]
+    deferred: list[DeferredWork]
+
+
+class BackwardGraph:
+    """The backward of a slot for given gradients: buffers of those of the outputs, and gradients of the inputs.
+    `deferred`: weight gradients that wait, which are further graphs, by which of their sums were begun."""
+
+    def __init__(self, buffers: list[Tensor | None], captured: CapturedGradients, replay: Replay):
+        self.buffers = buffers
+        self.gradients = captured.of_inputs
+        self.replay = replay
+        self.deferred = [work for work in captured.deferred if isinstance(work, DeferredGradient)]
+        assert len(self.deferred) == len(captured.deferred), "a captured step defers weight gradients alone"
+        self.waiting: dict[int, Tensor] = {}  # parameters by identity
+        for work in self.deferred:
+            parameter = underlying_parameter(work.weight)
+            self.waiting[id(parameter)] = parameter
+        self.sums = [fixed_sum_of(parameter) for parameter in self.waiting.values()]
+        self.weight_graphs: dict[object, Replay] = {}
 
     def run(self, gradients: Gradients) -> list[Tensor | None]:
         for buffer, gradient in zip(self.buffers, gradients, strict=True):
@@ -209,6 +244,26 @@ class BackwardGraph:
         self.replay()
         return self.gradients
 
+    def run_deferred(self, recorder: Recorder) -> None:
+        """Add the weight gradients that wait to their sums."""
+        has_sums = tuple(total.holds_sum() for total in self.sums)
+        if has_sums not in self.weight_graphs:
+            _, replay = recorder.record(self.add_weight_gradients)
+            self.weight_graphs[has_sums] = replay
+        replay = self.weight_graphs[has_sums]
+        replay()
+        for parameter, total in zip(self.waiting.values(), self.sums, strict=True):
+            total.note_added()
+            deliver_gradient(parameter, None)
+
+    def add_weight_gradients(self) -> None:
+        for work in self.deferred:
+            with torch.no_grad():
+                gradient = work.compute_gradient()
+            if gradient is not None:
+                total = fixed_sum_of(work.weight)
+                total.add(gradient)
+
 
 class GraphSlot:
     """A captured step of one microbatch in flight: its static inputs and outputs, and its graphs."""
@@ -216,7 +271,10 @@ class GraphSlot:
     def __init__(self, step: Step, given: GivenInputs, memory: GraphMemory):
         self.name = step.spec.name
         self.memory = memory
-        self.recorder = memory.pool_of(given.shard.first)
+        first = given.shard.first
+        self.begins_pass = not memory.stands(first)
+        self.pool = memory.pool_of(first)
+        self.recorder = self.pool.recorder
         self.is_taken = False
         self.linked: dict[int, int] = {}  # by place: the address of an input that stands
         self.buffers: dict[int, Tensor] = {}  # by place: those of other inputs
@@ -287,7 +345,7 @@ class GraphSlot:
         self.kept |= set(map(storage_of, tensors))
         self.standing = set(map(address_of, tensors)) - self.memory.standing
         self.memory.standing |= self.standing
-        self.memory.pools[address_of(self.shard.first)] = self.recorder
+        self.memory.pools[address_of(self.shard.first)] = self.pool
 
     def share_buffers(self) -> bool:
         """Share the buffers that nothing reads behind forward. Whether one that was shared is read, which makes this
@@ -310,8 +368,8 @@ class GraphSlot:
     # ---- forward ----
 
     def fits(self, given: GivenInputs) -> bool:
-        """Whether the inputs that are read where they are lie there."""
-        if self.is_taken:
+        """Whether the slot is free, and inputs that are read where they are lie there."""
+        if self.is_taken or (self.begins_pass and self.pool.waiting):
             return False
         leaves = given.leaves
         for place, address in self.linked.items():
@@ -339,42 +397,59 @@ class GraphSlot:
     # ---- backward ----
 
     def run_backward(self, gradients: Gradients) -> list[Tensor | None]:
-        """The gradients of the inputs. Those of weights are added to their sums."""
+        """The gradients of the inputs. Those of weights are added to their sums, now or when the queue is run."""
+        queue = open_queue()
         is_given = tuple(gradient is not None for gradient in gradients)
         has_sums = tuple(total.holds_sum() for total in self.sums)
-        key = (is_given, has_sums)
+        key = (queue is None, is_given, has_sums)
         graph = self.backward_graphs.get(key)
         if graph is None:
-            graph = self.capture_backward(gradients)
+            graph = self.capture_backward(gradients, queue is not None)
             self.backward_graphs[key] = graph
         found = graph.run(gradients)
-        for total in self.sums:
-            total.note_added()
-        self.is_taken = False
+        for parameter, total in zip(self.parameters, self.sums, strict=True):
+            if id(parameter) not in graph.waiting:
+                total.note_added()
+        if queue is not None and graph.deferred:
+            self.pool.waiting += 1
+            queue.append(partial(self.run_deferred, graph))
+        else:
+            self.is_taken = False
         return found
 
-    def capture_backward(self, gradients: Gradients) -> BackwardGraph:
+    def run_deferred(self, graph: BackwardGraph) -> None:
+        graph.run_deferred(self.memory.weight_recorder)
+        self.pool.waiting -= 1
+        self.is_taken = False
+
+    def capture_backward(self, gradients: Gradients, defers: bool) -> BackwardGraph:
+        """Gradients of outputs that deferred work may read lie in memory of the slot."""
         memory = self.memory
         buffers: list[Tensor | None] = []
         for place, gradient in enumerate(gradients):
             buffer = None
             if gradient is not None:
-                buffer = memory.shared_buffer(self.name, "gradient of output", place, gradient)
+                if defers:
+                    buffer = memory.empty_buffer(gradient)
+                else:
+                    buffer = memory.shared_buffer(self.name, "gradient of output", place, gradient)
                 fill_buffer(buffer, gradient)
             buffers.append(buffer)
         sources = enumerate(self.sources)
         places = [memory.shared_buffer(self.name, "gradient of input", place, x) for place, x in sources]
-        found, replay = self.recorder.record(partial(self.compute_gradients, buffers, places))
-        return BackwardGraph(buffers, found, replay)
+        captured, replay = self.recorder.record(partial(self.compute_gradients, buffers, places, defers))
+        return BackwardGraph(buffers, captured, replay)
 
-    def compute_gradients(self, gradients: Gradients, places: Tensors) -> list[Tensor | None]:
+    def compute_gradients(self, gradients: Gradients, places: Tensors, defers: bool) -> CapturedGradients:
         pairs = zip(self.outputs, gradients, strict=True)
         roots = [(y, dy) for y, dy in pairs if dy is not None]
         outputs = [y for y, _ in roots]
         given = [dy for _, dy in roots]
         sources = self.sources
         wanted = [*sources, *self.parameters]
-        found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+        deferred: list[DeferredWork] = []
+        with deferring_weight_grads(deferred) if defers else nullcontext():
+            found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
         count = len(sources)
         for total, gradient in zip(self.sums, found[count:], strict=True):
             if gradient is not None:
@@ -384,7 +459,7 @@ class GraphSlot:
         kept: list[Tensor | None] = []
         for place, gradient in zip(places, found[:count], strict=True):
             kept.append(None if gradient is None else place.copy_(gradient))
-        return kept
+        return CapturedGradients(kept, deferred)
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -522,6 +597,7 @@ class StaticGraphs:
         for step in self.captured:
             for slot in step.slots:
                 slot.is_taken = False
+                slot.pool.waiting = 0
         self.is_open = not is_observed
         try:
             result = self.recorder.run(compute)

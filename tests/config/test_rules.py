@@ -273,11 +273,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.graphs=static --parallel.tp=2", 2, "parallel.tp = 2"),
         ("--memory.graphs=static --parallel.cp=2", 2, "parallel.cp = 2"),
     ],
-    "static graphs have weight gradients at once": [
-        ("--memory.graphs=static --pipeline.defer=true", 1, "pipeline.defer = true"),
-        ("--memory.graphs=static --pipeline.pair=true", 1, "pipeline.fill = true"),
-        ("--memory.graphs=static --pipeline.schedule=zb_h1 --parallel.pp=2", 2, "pipeline.schedule = zb_h1"),
-    ],
     "static graphs find weights in their places": [
         ("--memory.graphs=static --shard.mode=zero3", 1, "shard.mode = zero3"),
         ("--memory.graphs=static --optim.states=host", 1, "optim.states = host"),

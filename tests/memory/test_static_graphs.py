@@ -12,7 +12,7 @@ import torch
 from moefold.anatomy.step_specs import StepSpec
 from moefold.layout.axes import Axis, World
 from moefold.memory.static_graphs import StaticGraphs, attach_static_graphs
-from moefold.model.steps import Step
+from moefold.model.steps import Carry, Step, run_step_sequence
 from moefold.model.token_layout import TokenShard
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run, bind_static_graphs
@@ -43,31 +43,34 @@ def slots(run: Run) -> int:
     return run.static_graphs.slot_count
 
 
-VARIANTS = {  # and the number of captured steps, of two layers
+VARIANTS = {  # and the number of captured steps, of two layers; that of attention's weight gradients that wait
     "documents, jitter, biases": (
         "--data.attend document --model.moe.router.jitter 0.1 --model.moe.balance.bias_rate 0.01",
         4,
+        0,
     ),
     "balance over the global batch": (
         "--model.moe.balance.aux_loss 0.01 --model.moe.balance.aux_over global_batch --model.moe.capacity.factor 1.0",
         4,
+        0,
     ),
-    "bf16": ("--train.precision bf16 --optim.clip_by unit --optim.when backward", 4),
-    "recompute": ("--memory.recompute moe@0,dispatch@1", 3),
-    "recompute inside": ("--memory.recompute norm,core,experts", 4),
-    "a layer recomputed, a stash": ("--memory.recompute layer@0 --memory.stash stack --memory.stash_gib 0.01", 2),
-    "offload": ("--memory.offload experts --memory.offload_least 1", 4),
+    "deferred weight gradients": ("--pipeline.defer true", 4, 2),
+    "bf16": ("--train.precision bf16 --optim.clip_by unit --optim.when backward", 4, 0),
+    "recompute": ("--memory.recompute moe@0,dispatch@1", 3, 0),
+    "recompute inside": ("--memory.recompute norm,core,experts", 4, 0),
+    "a layer recomputed, a stash": ("--memory.recompute layer@0 --memory.stash stack --memory.stash_gib 0.01", 2, 0),
+    "offload": ("--memory.offload experts --memory.offload_least 1", 4, 0),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_replays_give_the_bits_of_ordinary_steps(variant: str):
-    words, captured = VARIANTS[variant]
+    words, captured, waiting = VARIANTS[variant]
     plain, graphed = assemble(small_config(words)), assemble(small_config(words))
     recorder = with_static_graphs(graphed)
     assert steps_agree(plain, graphed, STEPS)
     assert slots(graphed) == captured
-    assert recorder.recordings == captured * PASSES
+    assert recorder.recordings == captured * PASSES + waiting * 2
     assert same_state(plain, graphed)
 
 
@@ -119,8 +122,12 @@ LAYOUTS = {  # words, and for each rank the microbatches in flight
     2: [
         ("--parallel.ep 2 --model.moe.shared_ffn 32", [1, 1]),
         ("--parallel.ep 2 --pipeline.pair true --pipeline.fill false --train.micro_batch 1", [2, 2]),
+        ("--parallel.ep 2 --pipeline.pair true --train.micro_batch 1", [2, 2]),
     ],
-    4: [("--parallel.ep 2 --parallel.pp 2 --train.micro_batch 1", [2, 2, 1, 1])],
+    4: [
+        ("--parallel.ep 2 --parallel.pp 2 --train.micro_batch 1", [2, 2, 1, 1]),
+        ("--parallel.ep 2 --parallel.pp 2 --train.micro_batch 1 --pipeline.schedule zb_h1", [2, 2, 2, 2]),
+    ],
 }
 Comparison = tuple[bool, int, int, int]  # whether bits are equal, the captured steps, their slots, their pools
 
@@ -154,18 +161,41 @@ def test_every_microbatch_in_flight_has_a_slot_of_each_step_and_a_pool(ranks: in
             assert pools == in_flight[rank], (layout, rank)
 
 
-def test_a_slot_that_is_made_anew_leaves_no_addresses():
-    """Backward of the first layer does not read its input, whose memory is shared; that of the second one does."""
-    recorder = TapeRecorder()
-    graphs = StaticGraphs(recorder, torch.device("cpu"), warm_up_steps=0)
+def toy_steps(graphs: StaticGraphs) -> tuple[list[Step], Carry]:
+    """Two captured steps. Backward of the first one does not read its input; that of the second one does."""
     attend = StepSpec("attend", "compute", True, "")
     first = Step(attend, lambda carry: carry | {"stream": carry["stream"] + 1}, 0)
     second = Step(attend, lambda carry: carry | {"stream": carry["stream"] ** 2}, 1)
-    steps = graphs.capture_steps([first, second])
     shard = TokenShard(1, 4, Axis("cp"), Axis("tp"), torch.device("cpu"))
     carry = {"token_shard": shard, "stream": torch.ones(4, 8, requires_grad=True)}
+    return graphs.capture_steps([first, second]), carry
+
+
+def test_a_slot_that_is_made_anew_leaves_no_addresses():
+    """Memory of the first layer's input is shared, that of the second one is not."""
+    recorder = TapeRecorder()
+    graphs = StaticGraphs(recorder, torch.device("cpu"), warm_up_steps=0)
+    steps, carry = toy_steps(graphs)
     graphs.take_step(lambda: [step.run(carry) for step in steps])
     assert recorder.recordings == 3
     made = [slot for step in graphs.captured for slot in step.slots]
     assert graphs.memory.standing == made[0].standing | made[1].standing
     assert len(graphs.memory.pools) == len(made) == 2
+
+
+def test_no_microbatch_begins_in_memory_that_weight_gradients_wait_in():
+    graphs = StaticGraphs(TapeRecorder(), torch.device("cpu"), warm_up_steps=0)
+    steps, carry = toy_steps(graphs)
+
+    def forward_and_backward() -> int:
+        run_step_sequence(steps, carry)["stream"].sum().backward()
+        return graphs.slot_count
+
+    def beside_waiting_gradients() -> int:
+        forward_and_backward()
+        graphs.captured[0].slots[0].pool.waiting += 1
+        return forward_and_backward()
+
+    assert graphs.take_step(forward_and_backward) == 2
+    assert graphs.take_step(beside_waiting_gradients) == 4
+    assert graphs.take_step(forward_and_backward) == 4

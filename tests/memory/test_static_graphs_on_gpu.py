@@ -24,6 +24,7 @@ VARIANTS = {
     "fp32": "--train.precision fp32",
     "recompute": "--memory.recompute moe@0",
     "recompute inside": "--memory.recompute norm,core,experts",
+    "deferred weight gradients": "--pipeline.defer true --train.micro_batch 1",
     "units updated in backward": "--optim.when backward --optim.clip_by unit",
 }
 
