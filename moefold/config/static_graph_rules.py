@@ -7,7 +7,6 @@ from contextlib import suppress
 from moefold.config.errors import UserError
 from moefold.config.memory_regions import entries_of_expert_weights, parse_offload
 from moefold.config.memory_rules import GRAPHS, layer_count
-from moefold.config.precision_rules import recipes_in_use
 from moefold.config.rule import ConfigOnRanks, RuleList
 
 NO_GRAPHS = "set memory.graphs to none"
@@ -42,14 +41,16 @@ def static_graphs_have_no_collectives(c: ConfigOnRanks) -> bool:
 
 @STATIC_GRAPH_RULES.rule(
     "static graphs find weights in their places",
-    (GRAPHS, "shard.mode", "optim.states", "memory.offload"),
-    why="weights that are gathered or fetched have other places every time, and updates on the host are followed by it",
+    (GRAPHS, "shard.mode", "optim.states", "memory.offload", "precision.storage"),
+    why="weights that are gathered, fetched or stored in FP8 alone have other places every time, and updates on the "
+    "host are followed by it",
     fix=NO_GRAPHS,
 )
 def static_graphs_find_weights(c: ConfigOnRanks) -> bool:
     fetched = entries_of_expert_weights(c.memory.offload)
     in_place = c.shard.mode == "zero1" and c.optim.states == "device" and not fetched
-    return not has_static_graphs(c) or in_place
+    has_values = c.precision.storage == "plain"
+    return not has_static_graphs(c) or (in_place and has_values)
 
 
 @STATIC_GRAPH_RULES.rule(
@@ -66,18 +67,6 @@ def static_graphs_keep_what_they_save(c: ConfigOnRanks) -> bool:
         named = parse_offload(c.memory.offload, layer_count(c))
         return named.keys() <= EAGER_REGIONS
     return True
-
-
-@STATIC_GRAPH_RULES.rule(
-    "static graphs have plain products",
-    (GRAPHS, "precision.recipe", "precision.recipes"),
-    why="quantised copies of weights, scales and figures of operands are renewed by the host",
-    fix="set precision.recipe to plain, or memory.graphs to none",
-)
-def static_graphs_have_plain_products(c: ConfigOnRanks) -> bool:
-    recipes = recipes_in_use(c)
-    quantises = any(spec.quantises for spec in recipes)
-    return not (has_static_graphs(c) and quantises)
 
 
 @STATIC_GRAPH_RULES.rule(

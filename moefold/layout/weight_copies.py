@@ -4,15 +4,20 @@ A copy holds as long as two counts stay: torch's count of changes in place, and 
 generation is counted here because weights are updated through other tensors of the same memory (buckets, kernels,
 checkpoints), which torch's count does not see. Whoever writes weights so calls `count_change`.
 
+Captured graphs read copies where they lie. `noting_copies` tells which copies work asks for, so that they can be held
+in place: renewed in the same memory, before each replay that reads them.
+
 A weight may have no values of its own: a stored copy is then all that there is of it, until it is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from moefold.layout.gradient_sink import underlying_parameter
 
@@ -29,6 +34,7 @@ class WeightCopies:
         self.stored: tuple[Hashable, Any] | None = None  # the format and the copy of a weight without values
         self.rewritten: Hashable | None = None  # the format of the copy that has the weight's next values
         self.last_rewritten: Hashable | None = None  # of the last change
+        self.are_in_place = False  # whether copies that are made anew have the memory of those before
 
     def holding(self, counts: Counts) -> dict[Hashable, Any]:
         """The copies that hold, by format."""
@@ -63,15 +69,58 @@ def cached_copy(weight: Tensor, format: Hashable, make: Callable[[Tensor], C]) -
         stored_format, copy = copies.stored
         assert format == stored_format, f"a weight stored as {stored_format} has no copy as {format}"
         return copy
+    for noted in OPEN_NOTES:
+        noted[id(copies), format] = CopyUse(weight, format, make)
     counts = counts_of(weight)
     if format in copies.made:
         made_at, copy = copies.made[format]
         if made_at == counts:
             return copy
+        if copies.are_in_place:
+            overwrite(copy, make(weight))
+            copies.made[format] = (counts, copy)
+            return copy
     copies.made.pop(format, None)  # its memory first
     copy = make(weight)
     copies.made[format] = (counts, copy)
     return copy
+
+
+def overwrite(copy: Any, new: Any) -> None:
+    """Write the tensors of a new copy to the memory of an old one, a tree of the same form."""
+    for old, values in zip(tree_leaves(copy), tree_leaves(new), strict=True):
+        if isinstance(old, Tensor):
+            old.copy_(values)
+
+
+class CopyUse(NamedTuple):
+    """A copy that work asks for."""
+
+    weight: Tensor
+    format: Hashable
+    make: Callable[[Tensor], Any]
+
+    def renew(self) -> None:
+        """Make the copy anew, unless the last one still holds."""
+        cached_copy(self.weight, self.format, self.make)
+
+    def hold_in_place(self) -> None:
+        """From now on, have the copies of this weight in the memory that they lie in."""
+        copies_of(self.weight).are_in_place = True
+
+
+CopyUses = dict[Hashable, CopyUse]  # by weight and format
+OPEN_NOTES: list[CopyUses] = []  # a stack; not thread-local, since autograd runs on threads of its own
+
+
+@contextmanager
+def noting_copies(uses: CopyUses) -> Iterator[None]:
+    """Add the copies that are asked for inside to `uses`."""
+    OPEN_NOTES.append(uses)
+    try:
+        yield
+    finally:
+        OPEN_NOTES.pop()
 
 
 def store_copy(weight: Tensor, format: Hashable, copy: object) -> None:

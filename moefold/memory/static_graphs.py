@@ -14,6 +14,7 @@ microbatches are in flight at once, each captured when it is first needed.
     gradients of inputs    copied in the graph to memory that all layers share: one microbatch runs backward at a time
     gradients of weights   added in the graph to sums at fixed addresses; whether a gradient is the first of its sum
                            decides which of two graphs runs. Those that wait for a gap are graphs of their own
+    copies of weights      in another format: renewed in their places before a replay, where weights have moved
 
 All graphs of a slot's pass, from the first captured step to the last and back, share one pool of memory: they are
 replayed in the order of their capture, by one microbatch at a time. Later ones may keep results where earlier ones had
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ from moefold.layout.deferred_wgrad import (
     open_queue,
 )
 from moefold.layout.gradient_sink import FixedSum, sink_of, underlying_parameter
-from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, Recorder, Replay
+from moefold.layout.weight_copies import CopyUses, noting_copies
+from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, Recorder, Replay, Work
 from moefold.memory.offload import OffloadingSteps
 from moefold.memory.recompute import noting_calls
 from moefold.memory.stash import StashingSteps
@@ -155,6 +157,22 @@ class PassPool:
     waiting: int = 0
 
 
+class CapturedWork(NamedTuple, Generic[T]):
+    result: T
+    replay: Replay
+
+
+def renew_copies(copies: CopyUses) -> None:
+    for use in copies.values():
+        use.renew()
+
+
+def replay_with_copies(copies: CopyUses, replay: Replay) -> None:
+    """Replay a graph that reads these copies of weights, which hold the weights' present values."""
+    renew_copies(copies)
+    replay()
+
+
 class GraphMemory:
     """Memory of graphs beside their pool. `standing`: addresses of tensors that stay where they are. `shared`: buffers
     that hold nothing from one graph to the next but what is read at once: the same for all layers and slots, by the
@@ -164,6 +182,7 @@ class GraphMemory:
     def __init__(self, device: torch.device, recorder: PooledRecorder):
         self.device = device
         self.recorder = recorder
+        self.copies: CopyUses = {}  # of weights, in other formats, that the model asks for
         self.weight_recorder = recorder.with_own_pool()  # of weight gradients that wait, which run in any order
         self.pools: dict[int, PassPool] = {}
         self.standing: set[int] = set()
@@ -174,6 +193,16 @@ class GraphMemory:
         if isinstance(leaf, int):
             return torch.zeros((), dtype=torch.int64, device=self.device)
         return torch.empty_like(leaf, requires_grad=False)
+
+    def record(self, recorder: Recorder, work: Work[T]) -> CapturedWork[T]:
+        """Capture work that reads copies of weights where they are, and does not make them."""
+        renew_copies(self.copies)
+        copies: CopyUses = {}
+        with noting_copies(copies):
+            result, replay = recorder.record(work)
+        for use in copies.values():
+            use.hold_in_place()
+        return CapturedWork(result, partial(replay_with_copies, copies, replay))
 
     def forget(self, addresses: set[int]) -> None:
         """Forget tensors whose graphs are forgotten."""
@@ -282,7 +311,7 @@ class GraphSlot:
         self.differentiable = [place for place, leaf in enumerate(given.leaves) if needs_gradient(leaf)]
         self.fill(given)
         self.kept: set[int] = set()  # storages that backward reads
-        carry, self.replay_forward = self.recorder.record(partial(self.compute, step, given))
+        carry, self.replay_forward = memory.record(self.recorder, partial(self.compute, step, given))
         self.hold_outputs(carry)
         self.keeps_shared = self.share_buffers()
         self.parameters = trained_parameters(self.outputs, self.sources)
@@ -437,7 +466,8 @@ class GraphSlot:
             buffers.append(buffer)
         sources = enumerate(self.sources)
         places = [memory.shared_buffer(self.name, "gradient of input", place, x) for place, x in sources]
-        captured, replay = self.recorder.record(partial(self.compute_gradients, buffers, places, defers))
+        compute = partial(self.compute_gradients, buffers, places, defers)
+        captured, replay = memory.record(self.recorder, compute)
         return BackwardGraph(buffers, captured, replay)
 
     def compute_gradients(self, gradients: Gradients, places: Tensors, defers: bool) -> CapturedGradients:
@@ -600,7 +630,8 @@ class StaticGraphs:
                 slot.pool.waiting = 0
         self.is_open = not is_observed
         try:
-            result = self.recorder.run(compute)
+            with noting_copies(self.memory.copies):
+                result = self.recorder.run(compute)
         finally:
             self.is_open = False
         self.steps += 1

@@ -276,13 +276,11 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "static graphs find weights in their places": [
         ("--memory.graphs=static --shard.mode=zero3", 1, "shard.mode = zero3"),
         ("--memory.graphs=static --optim.states=host", 1, "optim.states = host"),
+        ("--memory.graphs=static --precision.storage=fp8 --precision.recipe=fp8_block", 1, "precision.storage = fp8"),
         (f"--memory.graphs=static --memory.offload=expert_weights {FROZEN_EXPERTS}", 1, "offload = expert_weights"),
     ],
     "static graphs keep what they save": [
         ("--memory.graphs=static --memory.offload=core", 1, "memory.offload = core"),
-    ],
-    "static graphs have plain products": [
-        ("--memory.graphs=static --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
     ],
     "static graphs tell the host nothing": [
         ("--memory.graphs=static --train.record_routing=a.routing", 1, "train.record_routing = a.routing"),

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from moefold.layout.weight_copies import (
+    CopyUses,
     cached_copy,
     copies_of,
     copy_to_rewrite,
     count_change,
+    noting_copies,
     store_copy,
     take_rewritten,
 )
@@ -73,3 +75,22 @@ def test_a_stored_copy_is_all_there_is_of_a_weight():
     assert copy_to_rewrite(weight, "a".__eq__) == ("a", "bytes")
     assert take_rewritten(weight)
     assert not take_rewritten(weight)
+
+
+def test_copies_that_work_asks_for_can_be_renewed_in_their_places():
+    weight = torch.nn.Parameter(torch.ones(4))
+    uses: CopyUses = {}
+    with noting_copies(uses):
+        copy = cached_copy(weight, "double", double)
+    cached_copy(weight, "asked for outside", double)
+    (use,) = uses.values()
+    use.hold_in_place()
+    weight.data.fill_(3)
+    count_change([weight])
+    use.renew()
+    assert copy.tolist() == [6.0] * 4
+    assert cached_copy(weight, "double", double) is copy
+
+
+def double(weight: torch.Tensor) -> torch.Tensor:
+    return 2 * weight.detach()

@@ -25,6 +25,8 @@ VARIANTS = {
     "recompute": "--memory.recompute moe@0",
     "recompute inside": "--memory.recompute norm,core,experts",
     "deferred weight gradients": "--pipeline.defer true --train.micro_batch 1",
+    "FP8 blocks": "--precision.recipe fp8_block --model.moe.ffn 128 --model.hidden 128",
+    "FP8, scales of the steps before": "--precision.recipe fp8_row --precision.scaling delayed --precision.history 3",
     "units updated in backward": "--optim.when backward --optim.clip_by unit",
 }
 
