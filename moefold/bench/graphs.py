@@ -1,6 +1,8 @@
-"""`moefold bench graphs`: training steps as one CUDA graph, beside eager steps and the time that the device is busy.
+"""`moefold bench graphs`: training steps as one CUDA graph, or with graphs of static steps, beside eager steps and
+the time that the device is busy.
 
-One run of each model serves all rows: batches are cut to the tokens of a row, and the graph is captured anew for each.
+One run of each model and kind of graph serves all rows: batches are cut to the tokens of a row, and graphs are captured
+anew for each.
 Busy is the union of the kernels' intervals in an eager step, by torch's profiler: no launch takes part in it, so a step
 cannot be shorter unless its kernels overlap.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 
 import torch
 from rich.console import Console
@@ -36,17 +39,19 @@ from moefold.train.host_duties import collect_garbage_manually
 from moefold.train.step import train_step
 
 MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b")
+KINDS = ("whole", "static")
 LONGEST = 4096
 PROFILED_STEPS = 3
 CAPTION = """milliseconds of whole steps: forward, backward, clipping, update. busy: kernels of an eager step.
-over busy: graph / busy, and what it should be at most. times: eager / graph, and what it should be at least."""
+over busy: graph / busy, and what it should be at most. times: eager / graph, and what it should be at least.
+static: graphs of attention, routers, dense MLPs and shared experts; the rest is launched by the host."""
 TakeStep = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class GraphCase:
-    """Microbatches of one sequence, and what a graph should reach on an H200: step over busy time at most, or eager
-    over graph at least, by model."""
+    """Microbatches of one sequence, and what a graph of the whole step should reach on an H200: step over busy time at
+    most, or eager over graph at least, by model."""
 
     tokens: int
     microbatches: int = 1
@@ -91,14 +96,15 @@ def graphs_report(options: GraphsOptions) -> Report:
     if resolve_device("auto") != "cuda":
         raise UserError("bench graphs: torch sees no CUDA device here; expected one, since CUDA graphs are measured")
     names = all_of("model", options.model, MODELS)
+    kinds = all_of("kind of graphs", options.graphs, KINDS)
     cases = chosen_cases(options.tokens)
     results: list[Row] = []
-    for name in names or MODELS:
-        config = graphs_config(name)
+    for name, kind in product(names or MODELS, kinds or KINDS):
+        config = graphs_config(name, kind)
         run = run_on_random_tokens(config, 100)
         for case in cases:
             timing = time_case(run, case, options.steps)
-            row = row_of(name, case, timing)
+            row = row_of(name, kind, case, timing)
             results.append(row)
             tell_progress(row_text(row))
         run.gradients.remove_hooks()
@@ -117,13 +123,14 @@ def chosen_cases(tokens: tuple[int, ...]) -> list[GraphCase]:
     return [case for case in CASES if case.tokens in wanted]
 
 
-def graphs_config(name: str) -> Config:
+def graphs_config(name: str, kind: str) -> Config:
     """The model of `moefold bench step`, with microbatches of one sequence whose gradients are summed in fp32."""
     config = step_bench_config(name, "cuda")
     train = replace(config.train, global_batch=MOST_MICROBATCHES, micro_batch=1)
     optim = replace(config.optim, gradients="fp32")
     data = replace(config.data, seq_len=LONGEST)
-    return replace(config, train=train, optim=optim, data=data)
+    memory = replace(config.memory, graphs=kind)
+    return replace(config, train=train, optim=optim, data=data, memory=memory)
 
 
 def time_case(run: Run, case: GraphCase, steps: int) -> GraphTiming:
@@ -132,11 +139,14 @@ def time_case(run: Run, case: GraphCase, steps: int) -> GraphTiming:
         batch = cut_batch(whole, case)
         return train_step(run, batch)
 
+    graphs = run.static_graphs
     run.graph = None
+    run.static_graphs = None
     with collect_garbage_manually():
         eager = milliseconds_of_steps(take_step, steps)
         busy = busy_milliseconds(run, take_step)
-        run.graph = make_step_graph("whole", run.world.device)
+        run.graph = make_step_graph(run.config.memory.graphs, run.world.device)
+        run.static_graphs = graphs
         torch.cuda.reset_peak_memory_stats()
         graph = milliseconds_of_steps(take_step, steps)
     peak = torch.cuda.max_memory_allocated()
@@ -175,31 +185,36 @@ def busy_milliseconds(run: Run, take_step: TakeStep) -> float:
     return min(seconds) * 1e3
 
 
-def row_of(name: str, case: GraphCase, timing: GraphTiming) -> Row:
-    row: Row = {"model": name, "tokens": case.tokens}
+def row_of(name: str, kind: str, case: GraphCase, timing: GraphTiming) -> Row:
+    row: Row = {"model": name, "graphs": kind, "tokens": case.tokens}
     row["microbatches"] = case.microbatches
     row |= asdict(timing)
     row["over_busy"] = timing.over_busy
     row["times"] = timing.times
-    row["most_over_busy"] = case.most_over_busy
-    row["least_times"] = case.least_times.get(name)
+    has_goals = kind == "whole"
+    row["most_over_busy"] = case.most_over_busy if has_goals else None
+    row["least_times"] = case.least_times.get(name) if has_goals else None
     return row
 
 
 def row_text(row: Row) -> str:
-    what = f"{row['model']}, {row['microbatches']} x {row['tokens']} tokens"
+    what = f"{title_of(row)} tokens"
     figures = f"eager {row['eager']:.1f} ms, busy {row['busy']:.1f}, graph {row['graph']:.1f}"
     ratios = f"{row['over_busy']:.3f} over busy, {row['times']:.2f} times"
     return f"{what}: {figures}, {ratios}, peak {row['peak_gib']:.1f} GiB"
 
 
+def title_of(row: Row) -> str:
+    return f"{row['model']}, {row['graphs']}, {row['microbatches']} x {row['tokens']}"
+
+
 def print_graphs_report(report: Report) -> None:
     heading = report_heading(report)
     table = report_table(heading, caption=CAPTION)
-    table.add_column("model, microbatches x tokens", no_wrap=True)
+    table.add_column("model, graphs, microbatches x tokens", no_wrap=True)
     add_number_columns(table, "eager", "busy", "graph", "over busy", "most", "times", "least", "GiB")
     for row in report["results"]:
-        title = f"{row['model']}, {row['microbatches']} x {row['tokens']}"
+        title = title_of(row)
         cells = [f"{row[name]:.1f}" for name in ("eager", "busy", "graph")]
         cells.append(f"{row['over_busy']:.3f}")
         cells.append(goal_text(row["most_over_busy"]))

@@ -128,10 +128,13 @@ class OptimizerOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class GraphsOptions(BenchOptions):
-    """Time training steps as one CUDA graph, beside eager steps and the time in which the device is busy."""
+    """Time training steps as one CUDA graph and with graphs of static steps, beside eager steps and the time in which
+    the device is busy."""
 
     model: tuple[str, ...] = ()
     """Only these models."""
+    graphs: tuple[str, ...] = ()
+    """Only these graphs: whole, static."""
     tokens: tuple[int, ...] = ()
     """Only rows with microbatches of so many tokens: 512, 2048, 4096."""
     steps: int = 20

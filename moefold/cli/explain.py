@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.adapters import adapter_parameters, adapters_of_all_ranks, run_flops_per_token
-from moefold.anatomy.captured_steps import CAPTURED_READS
+from moefold.anatomy.captured_steps import captured_runs
 from moefold.anatomy.frozen_base import base_size_of_all_ranks
 from moefold.anatomy.host_experts import experts_on_host
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
@@ -314,9 +314,7 @@ def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[s
 def captured_steps_in_words(model: ModelConfig) -> str:
     names: dict[str, None] = {}
     for layer in distinct_layers(model):
-        for spec in layer.steps:
-            if spec.name in CAPTURED_READS:
-                names[spec.name] = None
+        names |= dict.fromkeys(captured_runs(layer.steps))
     listed = ", ".join(names)
     return f"{listed}: forward and backward of each, once for every microbatch in flight, after some eager steps"
 

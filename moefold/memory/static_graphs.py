@@ -1,8 +1,8 @@
 """Graphs of static steps: forward and backward of a step are a CUDA graph each, captured once and replayed.
 
     forward    attend  route  | plan dispatch experts combine |  attend  route  | ...
-               graph   graph  | launched by the host          |  graph   graph  |
-    backward   graph   graph  | launched by the host          |  graph   graph  |
+               graph          | launched by the host          |  graph          |
+    backward   graph          | launched by the host          |  graph          |
 
 A graph reads and writes memory at fixed addresses. A microbatch between its forward and its backward has a slot of
 each captured step: the memory of its inputs, its outputs and what backward needs. A step has as many slots as
@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -34,7 +36,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from moefold.anatomy.captured_steps import CAPTURED_READS
+from moefold.anatomy.captured_steps import CAPTURED_READS, name_of_run, runs_of_steps
+from moefold.anatomy.step_specs import StepSpec
 from moefold.layout.deferred_wgrad import (
     DeferredGradient,
     DeferredWork,
@@ -48,7 +51,7 @@ from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, R
 from moefold.memory.offload import OffloadingSteps
 from moefold.memory.recompute import noting_calls
 from moefold.memory.stash import StashingSteps
-from moefold.model.steps import Carry, Step, StepRewrite, Steps
+from moefold.model.steps import Carry, Step, StepRewrite, StepRun, Steps, drop_from_carry, run_step_sequence
 from moefold.model.transformer import Transformer
 
 T = TypeVar("T")
@@ -83,6 +86,38 @@ class WeightsInPlace:
 
 # ---- inputs of a step ----
 
+REPLAYED = "replayed_steps"  # the entry of the carry: how many of the next steps a replay has done already
+
+
+class JoinedSteps:
+    """Neighbouring steps that are captured as one, by the names of all."""
+
+    def __init__(self, steps: Steps):
+        self.steps = steps
+        self.layer = steps[0].layer
+        specs = [step.spec for step in steps]
+        self.name = name_of_run(specs)
+        self.reads: dict[str, None] = {}  # distinct entries, in order
+        for spec in specs:
+            self.reads |= dict.fromkeys(CAPTURED_READS[spec.name])
+
+    def run(self, carry: Carry) -> Carry:
+        return run_step_sequence(self.steps, carry)
+
+    def run_first(self, carry: Carry) -> Carry:
+        """The first step alone, without a graph."""
+        return self.steps[0].run(carry)
+
+
+def run_unless_replayed(run: StepRun, carry: Carry) -> Carry:
+    """Run a step, unless a graph that began with a step before it has done its work."""
+    left = carry.get(REPLAYED, 0)
+    if left == 0:
+        return run(carry)
+    if left == 1:
+        return drop_from_carry(carry, REPLAYED)
+    return carry | {REPLAYED: left - 1}
+
 
 class GivenInputs(NamedTuple):
     """What a captured step reads: the leaves of its entries of the carry, and of those of the token shard that differ
@@ -93,13 +128,13 @@ class GivenInputs(NamedTuple):
     shard: Any
 
     @classmethod
-    def of_step(cls, step: Step, carry: Carry) -> GivenInputs:
+    def of_steps(cls, steps: JoinedSteps, carry: Carry) -> GivenInputs:
         entries: Carry = {}
-        for name in CAPTURED_READS[step.spec.name]:
+        for name in steps.reads:
             entries[name] = carry[name]
         imposed = entries.get("imposed")
         if imposed:
-            entries["imposed"] = {layer: ids for layer, ids in imposed.items() if layer == step.layer}
+            entries["imposed"] = {layer: ids for layer, ids in imposed.items() if layer == steps.layer}
         shard = carry["token_shard"]
         of_shard = (shard.first, shard.begins_BS, shard.filled_B)
         leaves, structure = tree_flatten((entries, of_shard))
@@ -297,8 +332,8 @@ class BackwardGraph:
 class GraphSlot:
     """A captured step of one microbatch in flight: its static inputs and outputs, and its graphs."""
 
-    def __init__(self, step: Step, given: GivenInputs, memory: GraphMemory):
-        self.name = step.spec.name
+    def __init__(self, steps: JoinedSteps, given: GivenInputs, memory: GraphMemory):
+        self.name = steps.name
         self.memory = memory
         first = given.shard.first
         self.begins_pass = not memory.stands(first)
@@ -311,7 +346,7 @@ class GraphSlot:
         self.differentiable = [place for place, leaf in enumerate(given.leaves) if needs_gradient(leaf)]
         self.fill(given)
         self.kept: set[int] = set()  # storages that backward reads
-        carry, self.replay_forward = memory.record(self.recorder, partial(self.compute, step, given))
+        carry, self.replay_forward = memory.record(self.recorder, partial(self.compute, steps, given))
         self.hold_outputs(carry)
         self.keeps_shared = self.share_buffers()
         self.parameters = trained_parameters(self.outputs, self.sources)
@@ -341,12 +376,12 @@ class GraphSlot:
             inputs.append(static)
         return inputs
 
-    def compute(self, step: Step, given: GivenInputs) -> Carry:
+    def compute(self, steps: JoinedSteps, given: GivenInputs) -> Carry:
         carry = given.carry_of(self.inputs)
         self.given_entries = {name: id(value) for name, value in carry.items()}
         self.shard = carry["token_shard"]
         with torch.enable_grad(), saved_tensors_hooks(self.note_kept, as_it_is), noting_calls() as self.rebuilt:
-            carry = step.run(carry)
+            carry = steps.run(carry)
         for call in self.rebuilt:
             call.policy.promises.withdraw(call)  # outputs of the step stay in its slot
         return carry
@@ -544,10 +579,10 @@ class ReplayedStep(torch.autograd.Function):
 
 
 class CapturedStep:
-    """A step with its slots, for inputs of one form."""
+    """A step, or several neighbours, with its slots, for inputs of one form."""
 
-    def __init__(self, step: Step, graphs: StaticGraphs):
-        self.step = step
+    def __init__(self, steps: JoinedSteps, graphs: StaticGraphs):
+        self.steps = steps
         self.graphs = graphs
         self.form: LeafForm | None = None
         self.slots: list[GraphSlot] = []
@@ -555,20 +590,23 @@ class CapturedStep:
         self.first_step = 0  # that had inputs of this form
 
     def run(self, carry: Carry) -> Carry:
+        """All of the steps by a replay, or the first one without."""
         graphs = self.graphs
         if not graphs.is_open or not torch.is_grad_enabled():
-            return self.step.run(carry)
-        given = GivenInputs.of_step(self.step, carry)
+            return self.steps.run_first(carry)
+        given = GivenInputs.of_steps(self.steps, carry)
         if not given.needs_gradient:
-            return self.step.run(carry)
+            return self.steps.run_first(carry)
         form = given.form()
         if form != self.form:
             self.begin_form(form)
         if graphs.steps - self.first_step < graphs.warm_up_steps:
-            return self.step.run(carry)
+            return self.steps.run_first(carry)
         slot = self.slot_for(given)
         self.wait()
-        return slot.run(given, carry)
+        carry = slot.run(given, carry)
+        others = len(self.steps.steps) - 1
+        return carry | {REPLAYED: others} if others else carry
 
     def begin_form(self, form: LeafForm) -> None:
         """Forget the graphs, and begin to warm up for inputs of this form."""
@@ -589,13 +627,25 @@ class CapturedStep:
         graphs = self.graphs
         memory = graphs.memory
         graphs.weights.await_all_buckets()
-        slot = GraphSlot(self.step, given, memory)
+        slot = GraphSlot(self.steps, given, memory)
         if slot.keeps_shared:
             memory.forget(slot.standing)
-            slot = GraphSlot(self.step, given, memory)
+            slot = GraphSlot(self.steps, given, memory)
         self.slots.append(slot)
         self.wait = graphs.weights.waiter_for(slot.parameters)
         return slot
+
+
+def captured_neighbours(steps: Steps) -> list[Steps]:
+    """The steps of all layers in runs, of which those of several are captured as one."""
+    runs: list[Steps] = []
+    for _, of_layer in groupby(steps, attrgetter("layer")):
+        runs += runs_of_steps(of_layer, spec_of_step)
+    return runs
+
+
+def spec_of_step(step: Step) -> StepSpec:
+    return step.spec
 
 
 class StaticGraphs:
@@ -614,12 +664,17 @@ class StaticGraphs:
     def capture_steps(self, steps: Steps) -> Steps:
         """The step list in which static steps are captured."""
         captured: Steps = []
-        for step in steps:
-            if step.spec.name in CAPTURED_READS:
-                own = CapturedStep(step, self)
+        for run in captured_neighbours(steps):
+            first, *others = run
+            if first.spec.name in CAPTURED_READS:
+                joined = JoinedSteps(run)
+                own = CapturedStep(joined, self)
                 self.captured.append(own)
-                step = replace(step, run=own.run)
-            captured.append(step)
+                first = replace(first, run=own.run)
+            captured.append(first)
+            for step in others:
+                unless_replayed = partial(run_unless_replayed, step.run)
+                captured.append(replace(step, run=unless_replayed))
         return captured
 
     def take_step(self, compute: Callable[[], T], is_observed: bool = False) -> T:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.bench.graphs import CASES, GraphTiming, chosen_cases, cut_batch, graphs_config, row_of, row_text
+from moefold.bench.graphs import (
+    CASES,
+    KINDS,
+    MODELS,
+    GraphTiming,
+    chosen_cases,
+    cut_batch,
+    graphs_config,
+    row_of,
+    row_text,
+)
 from moefold.cli.main import run_command_line
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
@@ -26,18 +36,22 @@ def test_a_batch_is_cut_to_the_tokens_of_a_row():
     assert batch.labels_BS.tolist() == [list(range(1, 513))]
 
 
-@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b"])
-def test_configurations_are_legal(name: str):
-    config = check_config(graphs_config(name))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_configurations_are_legal(name: str, kind: str):
+    config = check_config(graphs_config(name, kind))
     assert (config.train.micro_batch, config.optim.gradients) == (1, "fp32")
 
 
 def test_ratios_are_of_the_step_as_a_graph():
     timing = GraphTiming(eager=120.0, busy=60.0, graph=63.0, peak_gib=90.0)
-    row = row_of("olmoe-1b-7b", CASES[-1], timing)
+    row = row_of("olmoe-1b-7b", "whole", CASES[-1], timing)
     assert row["over_busy"] == pytest.approx(1.05)
     assert row["least_times"] == 1.9
     assert row_text(row).endswith("graph 63.0, 1.050 over busy, 1.90 times, peak 90.0 GiB")
+    static = row_of("olmoe-1b-7b", "static", CASES[-1], timing)
+    assert static["least_times"] is None
+    assert row_text(static).startswith("olmoe-1b-7b, static, 8 x 2048 tokens")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")

@@ -482,7 +482,7 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
     assert whole["captured"].startswith("forward, backward, clipping and update of all microbatches")
     assert "validation" in whole["eager"]
     static = explained("deepseek-v3-tiny", *on_gpu, "--memory.graphs", "static")["graphs"]
-    assert static["captured"].startswith("attend, mlp, route, shared: forward and backward of each")
+    assert static["captured"].startswith("attend+mlp, attend+route, shared: forward and backward of each")
     without = explained("tiny", *on_gpu, "--kernels.force", "adamw=reference", "--pipeline.pair", "true")["graphs"]
     assert without["graphs"] == "none"
     assert "kernel adamw = reference reads values on the host" in without["in_the_way"]
@@ -492,7 +492,7 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
         "parallel.ep = 2 is in the way" in reason for reason in explained("tiny", *words)["graphs"]["in_the_way"]
     )
     assert run_command_line(["explain", "tiny", *words, "--memory.graphs", "static"]) == 0
-    assert "CUDA graphs of steps: attend, route: forward and backward" in " ".join(capsys.readouterr().out.split())
+    assert "CUDA graphs of steps: attend+route: forward and backward" in " ".join(capsys.readouterr().out.split())
     assert run_command_line(["explain", "tiny", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "CUDA graphs: none; in the way of memory.graphs whole: memory.graphs = whole: parallel.ep = 2" in shown

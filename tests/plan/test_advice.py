@@ -68,7 +68,7 @@ APPLIES: dict[str, tuple[dict[str, Any], str, str]] = {  # request, source, what
     "launches": (GENEROUS, "table 15", "train.micro_batch 2"),
     "graphs": (FEW_TOKENS, "table 15", "graphs static: "),
     "graphs of another trainer": ({**GENEROUS, "stack": "megatron"}, "table 15", "with 1,664 graphs"),
-    "graphs of single steps": ({**FEW_TOKENS, "graphs": "static"}, "section 4.3.6", "3 for each captured step"),
+    "graphs of single steps": ({**FEW_TOKENS, "graphs": "static"}, "section 4.3.6", "3 for each captured run of steps"),
     "one graph": (
         {"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "mbs": 1, "gbs": 1, "data.seq_len": 512, "parallel.tp": 1},
         "table 15",

@@ -19,7 +19,7 @@ from moefold.plan.layer.ring_blocks import builds_ring_scores
 from moefold.plan.memory.peak_memory import GIB
 
 TRAINER_GRAPHS = {  # by `graphs`: those of moefold, which captures no single layers
-    "static": "CUDA graphs of this layout: up to 3 for each captured step of each layer and microbatch in flight",
+    "static": "CUDA graphs of this layout: 3 for each captured run of steps, of each layer and microbatch in flight",
     "whole": "one CUDA graph, of the whole step",
 }
 
