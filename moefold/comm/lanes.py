@@ -10,6 +10,7 @@ without holding the interpreter, so the compute lane goes on.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -47,12 +48,25 @@ class Ticket:
         return output
 
 
+class ThisLane(threading.local):
+    """Whether this thread is a comm lane."""
+
+    is_comm: bool = False
+
+
+THIS_LANE = ThisLane()
+
+
+def mark_comm_lane() -> None:
+    THIS_LANE.is_comm = True
+
+
 class Lanes:
     def __init__(self, device: torch.device):
         self.stream = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="comm lane")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="comm lane", initializer=mark_comm_lane)
 
     def send(self, work: Work, inputs: Any = None) -> Ticket:
         """Begin work on the comm lane; `inputs` are the tensors of the compute lane that it reads."""

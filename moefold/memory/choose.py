@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moefold.anatomy.regions import layers_with_region
+from moefold.comm.lanes import Lanes
 from moefold.config.errors import UserError
 from moefold.config.memory_regions import REGIONS, SENDING_REGIONS, parse_offload, parse_recompute, ranges_in_words
 from moefold.config.run import Config, ModelConfig
@@ -79,9 +80,18 @@ def attach_recompute(model: Transformer, config: Config) -> None:
         if policy.promises_outputs:
             around_step = promises.around_step
     if "dispatch" in wanted:
-        around_step = DispatchAhead(promises, wanted["dispatch"]).around_step
+        ahead = DispatchAhead(promises, wanted["dispatch"], lanes_beside_attention(model, config))
+        around_step = ahead.around_step
     policies = RegionPolicies(wanted, regions, around_step)
     attach_policies(model, policies)
+
+
+def lanes_beside_attention(model: Transformer, config: Config) -> Lanes | None:
+    """The lanes on which tokens are sent again beside attention; None where norms gather tokens over tp."""
+    if config.parallel.tp > 1:
+        return None
+    first_parameter = next(model.parameters())
+    return Lanes(first_parameter.device)
 
 
 def refuse_missing_layers(key: str, regions: NamedLayers, model: ModelConfig) -> None:

@@ -1,17 +1,20 @@
 """`memory.recompute sar`, the selective rematerialisation of MegaScale-MoE (section 4.1): in the paper's setting a
-layer keeps the bytes of its formula, by hooks and by the planner; the backward of `combine` dispatches again; bits
-stay."""
+layer keeps the bytes of its formula, by hooks and by the planner; tokens are dispatched again before the backward of
+`combine`, on the comm lane; bits stay."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from moefold.comm.byte_counters import counted_bytes_sent
+from moefold.comm.byte_counters import BytesSent, counted_bytes_sent
+from moefold.comm.lanes import Lanes
 from moefold.config.memory_regions import without_presets
 from moefold.config.run import Config, ParallelConfig
 from moefold.kernels.bound import BoundKernels
@@ -141,35 +144,66 @@ def made(world: World, config: Config) -> Transformer:
     return model
 
 
-def kept_and_sent(world: World, configs: list[Config]) -> list[tuple[Counter[str], Counter[str]]]:
-    """By configuration and step, of all layers: bytes kept of floating-point tensors, and bytes sent in backward."""
-    found: list[tuple[Counter[str], Counter[str]]] = []
+class SentInBackward(NamedTuple):
+    """Bytes by step: where exchanges have the comm lane; where one lane runs all steps, by this lane and in all."""
+
+    two_lanes: Counter[str]
+    one_lane: Counter[str]
+    in_all: int
+
+
+Measured = tuple[Counter[str], SentInBackward]
+
+
+def kept_and_sent(world: World, configs: list[Config]) -> list[Measured]:
+    """By configuration, of all layers: bytes kept of floating-point tensors by step, and bytes sent in backward."""
+    found: list[Measured] = []
     for config in configs:
         model = made(world, config)
         kept = kept_by_steps(model, config, floats=True)
-        found.append((kept, sent_in_backward(model, config)))
+        with counted_bytes_sent() as in_all:
+            one_lane = sent_in_backward(model, config, None)
+        forward = sum(one_lane.pop("forward").values())
+        two_lanes = sent_in_backward(model, config, Lanes(world.device))
+        sent = SentInBackward(sum_by_name(two_lanes), sum_by_name(one_lane), sum(in_all.values()) - forward)
+        found.append((kept, sent))
     return found
 
 
-def sent_in_backward(model: Transformer, config: Config) -> Counter[str]:
+def sum_by_name(sent: dict[str, BytesSent]) -> Counter[str]:
+    return Counter({name: sum(by_axis.values()) for name, by_axis in sent.items() if name != "forward"})
+
+
+def sent_in_backward(model: Transformer, config: Config, lanes: Lanes | None) -> dict[str, BytesSent]:
+    """Bytes sent by segment, named by its last step, of the lane that it runs on."""
     shape = (config.train.micro_batch, config.data.seq_len)
     tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(1))
     segments = segments_for_pairing(model.steps(model.stages[0]))
     passage = Passage(segments)
-    carry = passage.forward(model.begin(tokens, tokens.clone()))
-    loss = carry["losses_1M"].sum() + carry["aux"]
+    sent: dict[str, BytesSent] = defaultdict(Counter)
+
+    def run(name: str, lane: str, function: Callable[..., Any], *inputs: Any) -> Any:
+        def count() -> Any:
+            with counted_bytes_sent(this_thread=True) as by_axis:
+                result = function(*inputs)
+            sent[name] += by_axis
+            return result
+
+        return lanes.send(count).result() if lanes and lane == "comm" else count()
+
+    passage.begin(model.begin(tokens, tokens.clone()))
+    for number, segment in enumerate(segments):
+        run("forward", segment.lane, passage.run_forward, number, passage.take_inputs(number))
+    loss = passage.out["losses_1M"].sum() + passage.out["aux"]
     passage.set_output_gradients([loss], [torch.ones_like(loss)])
-    sent: Counter[str] = Counter()
-    for number in reversed(range(len(segments))):
+    for number, segment in reversed(list(enumerate(segments))):
         gradients = passage.take_gradients(number)
-        with counted_bytes_sent() as by_axis:
-            passage.run_backward(number, gradients)
-        sent[segments[number].steps[-1].spec.name] += sum(by_axis.values())
+        run(segment.steps[-1].spec.name, segment.lane, passage.run_backward, number, gradients)
     return sent
 
 
 @cache
-def on_two_ranks() -> list[list[tuple[Counter[str], Counter[str]]]]:
+def on_two_ranks() -> list[list[Measured]]:
     """By rank: without the preset, and with it."""
     return run_ranks(kept_and_sent, RANKS, [configured(), configured("sar")])
 
@@ -195,13 +229,17 @@ def test_the_preset_frees_what_the_paper_rebuilds():
     assert freed == RANKS * config.model.layers * (3 + k + k * f) * token_bytes(config, 4)
 
 
-def test_the_backward_of_combine_dispatches_again_and_that_of_attention_swaps_again():
+def test_tokens_are_dispatched_again_by_combine_or_beside_other_steps_and_attention_swaps_again():
+    """Exchanges on a lane of their own send them in the backward of `combine`; otherwise another lane than that of the
+    steps does, before `combine` begins."""
     config = configured("sar")
     tokens = config.model.layers * token_bytes(config, 4)
-    for plain, rebuilt in on_two_ranks():
-        again = rebuilt[1] - plain[1]
-        assert not plain[1] - rebuilt[1]
-        assert again == {"combine": tokens * (RANKS - 1), "attend": tokens * (RANKS - 1) / RANKS}
+    swapped, dispatched = tokens * (RANKS - 1) / RANKS, tokens * (RANKS - 1)
+    for (_, plain), (_, rebuilt) in on_two_ranks():
+        assert not plain.two_lanes - rebuilt.two_lanes
+        assert rebuilt.two_lanes - plain.two_lanes == {"combine": dispatched, "attend": swapped}
+        assert rebuilt.one_lane - plain.one_lane == {"attend": swapped}
+        assert rebuilt.in_all - plain.in_all == swapped + dispatched
 
 
 # ---- bits
@@ -212,6 +250,7 @@ CUT_EXPERTS = [
 ]
 RUNS = {
     "heads swapped, experts cut": (4, CUT_EXPERTS),
+    "no shared experts": (2, ["--parallel.ep", "2", "--model.moe.shared_ffn", "0", "--model.mtp", "1"]),
     "zero bubble": LAYOUTS["zero bubble"],
     "paired": LAYOUTS["paired"],
 }
@@ -219,7 +258,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_are_equal_to_the_bit_on_every_rank(name: str):
-    """With shared experts, which run beside the second dispatch."""
+    """With shared experts, which run beside the second dispatch, and without, where attention does."""
     size, words = RUNS[name]
     batch = ["--train.global_batch", "4", "--model.attention.kv_heads", "2"]
     config = resolve_recipe("tiny", [*SIZES, *batch, *words], size)
