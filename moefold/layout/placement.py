@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 DimCuts = tuple[tuple[int, str], ...]  # dims of a tensor, each with the axis that shards it
+# Elements of a bucket of gradients: long enough to use the network well, short enough to start before backward ends.
+BUCKET_ELEMENTS = 1 << 25
 GRID_AXES = {"dense": ("dp", "cp", "tp"), "expert": ("edp", "ep", "etp")}
 
 

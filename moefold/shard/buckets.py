@@ -27,14 +27,13 @@ from moefold.kernels.quantise.quantise_weight import WeightFormat
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.held_share import HeldShare, attach_held_share
-from moefold.layout.placement import Placement
+from moefold.layout.placement import BUCKET_ELEMENTS, Placement
 from moefold.layout.weight_copies import keeps_values
 from moefold.shard.fp8_weights import Fp8Storage, StoredMatrices
 from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientMemory, GradientSums
 from moefold.shard.storage import PlainWeights, ShardedWeights, StorageMaker, WeightStorage, flat_part
 
 ALIGNMENT = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
-BUCKET_ELEMENTS = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
 MATRICES_PER_SHARE = 4  # at least, of the largest size: shares of whole matrices are padded to equal size
 
 Parameters = list[DeclaredParameter]

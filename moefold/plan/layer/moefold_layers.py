@@ -845,13 +845,6 @@ def padded_expert_rows(s: RankShapes) -> float:
     return s.R + EXPERT_PADDING_ROWS * s.e
 
 
-def expert_row_pair_width(s: RankShapes) -> float:
-    """Width of rows and their gradient where the fused kernel gathers rows again; otherwise of the gradient only."""
-    gathers_rows = plain_fused_experts(s) and not s.portion.defers_wgrad
-    tensors = 2 if gathers_rows else 1
-    return s.W * tensors
-
-
 def expert_weight_width(s: RankShapes) -> float:
     return (s.expert_parts + 1) * s.F
 
@@ -958,12 +951,13 @@ def expert_forward() -> WorkingSet:
 
 
 def expert_backward_end() -> WorkingSet:
-    """Working set at the end of the experts' backward, with the gradients of rows and weights."""
+    """Working set at the end of the experts' backward, with the gradients of rows and weights. The fused kernel frees
+    the gradient of rows before it gathers the rows again."""
     table = backward_table().only(experts_outside_fp8)
     table.add("gradient of results", expert_rows, dispatched_token_width)
     unfused = table.only(unfused_experts)
     unfused.add("gradient of the pre-activation", expert_rows, expert_preactivation_width)
-    table.add("rows and their gradient", expert_rows, expert_row_pair_width)
+    table.add("gradient of rows, or rows", expert_rows, dispatched_token_width)
     table.add("gradient of arrived tokens", arrived_tokens, dispatched_token_width)
     wgrad = table.only(separate_expert_wgrad)
     wgrad.add("gradients of the experts' weights", expert_weight_rows, expert_weight_width)

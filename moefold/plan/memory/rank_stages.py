@@ -12,6 +12,7 @@ from moefold.config.memory_regions import entries_of_expert_weights, entries_of_
 from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig
 from moefold.plan.layer.layer_costs import ParameterClass, PieceCount, StepCount, count_piece, first_alike_layers
 from moefold.plan.layer.rank_shapes import RankPortion
+from moefold.plan.memory.gradient_buckets import gradients_before_steps
 from moefold.plan.options import PlanChoices
 
 StagePieces = tuple[tuple[str, int], ...]  # letters as in a layout, each with the first layer of the same kind
@@ -33,7 +34,7 @@ class StageCount:
     from the host), offloaded, in pages of a stash, held for deferred weight gradients (`waiting`), and the workspaces
     of forward and backward. Parameters are counted by class; `copies`: bytes of their quantised copies; `requantised`:
     bytes moved to make FP8 copies of the recipes anew. `backward_steps`: per step in backward order (bytes freed so
-    far, parameters with gradients, workspace)."""
+    far, parameters whose gradients have memory, workspace)."""
 
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
@@ -81,7 +82,8 @@ def count_stage(
     freed = 0.0
     forward = 0.0
     backward = 0.0
-    with_gradients = 0.0
+    in_backward = [step.spec for count in reversed(counts) for step in reversed(count.steps)]
+    with_gradients = gradients_before_steps(in_backward, portion.degrees)
     backward_steps: list[BackwardStep] = []
     numbered = list(enumerate(counts))
     layers = [number for number, (piece, _) in enumerate(pieces) if piece in "tm"]
@@ -102,12 +104,12 @@ def count_stage(
             workspace = backward_workspace + count.recomputed_at(step) + neighbour + own + behind + step.stashed
             forward = max(forward, forward_workspace - saved_later)
             backward = max(backward, workspace - freed)
-            backward_steps.append((freed, with_gradients, workspace))
+            gradients = with_gradients[len(backward_steps)]
+            backward_steps.append((freed, gradients, workspace))
             saved_later += step.kept
             freed += step.kept
             if portion.defers_wgrad:
                 freed -= step.waiting
-            with_gradients += sum(size for _, size in step.parameters)
 
     steps: list[StepCount] = []
     for piece in counts:

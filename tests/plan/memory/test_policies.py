@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moefold.bench.memory import MemoryCase, case_config, offload_cases, recompute_cases
+from moefold.bench.memory import MemoryCase, case_config, offload_cases, one_sequence, recompute_cases
 from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.memory.peak_memory import GIB, plan_memory
 from moefold.plan.memory.rank_stages import count_stage
@@ -23,10 +24,19 @@ CASES = [*(("recompute", case) for case in recompute_cases()), *(("offload", cas
 
 
 @pytest.mark.parametrize(("part", "case"), CASES, ids=str)
-def test_a_measured_peak_is_the_planned_one_within_three_percent(part: str, case: MemoryCase):
+def test_a_measured_peak_is_the_planned_one_within_two_percent(part: str, case: MemoryCase):
     policy = case.policy.strip() or "none"
     [rank] = plan_memory(case_config(case, "cuda"), 1, HOPPER)
-    assert rank.total / GIB == pytest.approx(PEAKS[part, case.model, policy], rel=0.03)
+    assert rank.total / GIB == pytest.approx(PEAKS[part, case.model, policy], rel=0.02)
+
+
+def test_the_peak_of_the_longest_sequence_is_the_planned_one():
+    length = 280_000
+    case = MemoryCase("olmoe-1b-7b", "layer > layer", one_sequence(length))
+    config = case_config(case, "cuda")
+    config = replace(config, data=replace(config.data, seq_len=length))
+    [rank] = plan_memory(config, 1, HOPPER)
+    assert rank.total / GIB == pytest.approx(PEAKS["longest", case.model, case.policy], rel=0.005)
 
 
 def test_two_layers_are_on_their_way_to_the_host_in_forward_and_one_in_the_last_layer():
