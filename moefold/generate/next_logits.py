@@ -42,38 +42,41 @@ class CachedLogits:
     def __init__(self, forward: Forward, device: torch.device):
         self.forward = forward
         self.device = device
-        self.past = PastKeys(0)
-        self.padding: list[int] = []  # positions before each prompt
+        self.past: PastKeys | None = None
 
     def begin(self, prompts: Sequence[TokenIds], most: int) -> Tensor:
         longest = max(map(len, prompts))
-        self.past = PastKeys(most)
-        self.padding = [longest - len(prompt) for prompt in prompts]
+        padding = [longest - len(prompt) for prompt in prompts]
         padded: list[list[int]] = []
-        for prompt, missing in zip(prompts, self.padding, strict=True):
+        for prompt, missing in zip(prompts, padding, strict=True):
             padded.append([PADDING] * missing + list(prompt))
-        return self.compute(padded)
+        tokens_BS = torch.tensor(padded, device=self.device)
+        padding_B = torch.tensor(padding, device=self.device)
+        begins_BS = document_begins(padding_B, longest) if any(padding) else None
+        past = PastKeys(most, padding_B)
+        self.past = past
+        return self.compute(tokens_BS, begins_BS, past)
 
     def follow(self, tokens: TokenIds) -> Tensor:
-        return self.compute([[token] for token in tokens])
+        tokens_B = torch.tensor(tokens, device=self.device)
+        return self.follow_on_device(tokens_B)
 
-    def compute(self, rows: list[list[int]]) -> Tensor:
-        tokens_BS = torch.tensor(rows, device=self.device)
-        count = tokens_BS.shape[1]
-        begins_BS = self.document_begins(count)
-        logits_BV = self.forward(tokens_BS, begins_BS, self.past)
-        self.past.advance(count)
+    def follow_on_device(self, tokens_B: Tensor) -> Tensor:
+        """As `follow`. What is computed depends on tensors alone, so that it can be recorded and replayed."""
+        assert self.past is not None, "prompts have not begun"
+        return self.compute(tokens_B[:, None], None, self.past)
+
+    def compute(self, tokens_BS: Tensor, begins_BS: Tensor | None, past: PastKeys) -> Tensor:
+        logits_BV = self.forward(tokens_BS, begins_BS, past)
+        past.advance(tokens_BS.shape[1])
         return logits_BV
 
-    def document_begins(self, count: int) -> Tensor | None:
-        """Where the documents of new positions begin: padding with the first position, a prompt behind its padding."""
-        if not any(self.padding):
-            return None
-        padding_B = torch.tensor(self.padding, device=self.device)
-        padding_B1 = padding_B[:, None]
-        first = self.past.length
-        position_S = torch.arange(first, first + count, device=self.device)
-        return torch.where(position_S < padding_B1, 0, padding_B1)
+
+def document_begins(padding_B: Tensor, count: int) -> Tensor:
+    """(B, S): where the document of each position begins: padding with the first, a prompt behind its padding."""
+    padding_B1 = padding_B[:, None]
+    position_S = torch.arange(count, device=padding_B.device)
+    return torch.where(position_S < padding_B1, 0, padding_B1)
 
 
 class WindowLogits:

@@ -77,12 +77,14 @@ def test_layers_with_a_window_keep_the_window_alone_and_latents_are_narrow():
     source = model_logits(make_model("gqa with a window").transformer)
     with torch.no_grad():
         source.begin([[1] * 20], most=30)
-    assert {kept.shape[1] for layer in source.past.by_layer.values() for kept in layer} == {2}
+    assert source.past is not None
+    assert {kept.shape[1] for layer in source.past.by_layer.values() for kept in layer} == {3}
     model = make_model("mla")
     source = model_logits(model.transformer)
     with torch.no_grad():
         source.begin([[1] * 20], most=30)
     attention = model.config.model.attention
+    assert source.past is not None
     for kept in source.past.by_layer.values():
         assert sum(x[0, 0].numel() for x in kept) == attention.kv_rank + attention.rope_dim
 

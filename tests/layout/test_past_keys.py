@@ -1,4 +1,4 @@
-"""Past keys: a layer gets everything that its queries may see, and keeps no more than that."""
+"""Past keys: every position lies in its slot, and a layer with a window keeps the window alone."""
 
 from __future__ import annotations
 
@@ -6,46 +6,47 @@ import torch
 
 from moefold.layout.past_keys import PastKeys
 
-LENGTHS = [5, 1, 1, 3, 1]  # positions of each pass
+
+def begun(most: int, *begins: int) -> PastKeys:
+    return PastKeys(most, torch.tensor(begins))
 
 
-def test_a_layer_gets_all_positions_in_order():
-    every = torch.randn(2, sum(LENGTHS), 3, 4)
-    narrow = torch.randn(2, sum(LENGTHS), 6)
-    past = PastKeys(most=sum(LENGTHS))
-    for count in LENGTHS:
-        end = past.length + count
-        here = slice(past.length, end)
-        keys, latents = past.extend(7, [every[:, here], narrow[:, here]])
-        assert torch.equal(keys, every[:, :end])
-        assert torch.equal(latents, narrow[:, :end])
-        past.advance(count)
+def test_a_prompt_lies_in_the_slots_of_its_positions():
+    every = torch.randn(2, 5, 3, 4)
+    narrow = torch.randn(2, 5, 6)
+    past = begun(8, 0, 0)
+    past.keep_prompt(7, [every, narrow])
+    for room, made in zip(past.rooms(7), (every, narrow), strict=True):
+        assert room.shape[1] == 8
+        assert torch.equal(room[:, :5], made)
 
 
-def test_a_layer_with_a_window_keeps_what_the_next_query_may_see():
-    every = torch.randn(2, sum(LENGTHS), 4)
-    for window in (1, 3, 20):
-        past = PastKeys(most=sum(LENGTHS))
-        for count in LENGTHS:
-            end = past.length + count
-            (keys,) = past.extend(0, [every[:, past.length : end]], window)
-            needed = min(end, count + window - 1)  # of all queries of this pass
-            assert torch.equal(keys, every[:, end - needed : end])
-            (kept,) = past.by_layer[0]
-            assert kept.shape[1] == min(end, window - 1)
-            past.advance(count)
+def test_a_layer_with_a_window_keeps_the_window():
+    every = torch.arange(1.0, 6)[None, :, None]
+    for window, kept in ((1, [5]), (3, [4, 5, 3]), (4, [5, 2, 3, 4]), (20, [1, 2, 3, 4, 5, 0, 0])):
+        past = begun(7, 0)
+        past.keep_prompt(0, [every], window)
+        (room,) = past.rooms(0)
+        assert room[0, :, 0].tolist() == kept
 
 
-def test_positions_and_begins_are_counted_from_the_document():
-    past = PastKeys(most=9)
+def test_positions_are_counted_from_the_document():
+    past = begun(9, 0, 4)
+    begins = torch.tensor([[0, 0], [1, 1]])
+    assert listed(past.positions(2, begins)) == [[0, 1], [-1, 0]]
+    assert past.positions(6, None) == slice(6)
     past.advance(6)
-    begins = torch.tensor([[0, 0], [4, 4]])
-    assert listed(past.positions(2, begins)) == [[6, 7], [2, 3]]
-    assert past.positions(2, None) == slice(6, 8)
-    assert listed(past.begins_among(8, begins)) == [[0, 0], [4, 4]]
-    assert listed(past.begins_among(3, begins)) == [[0, 0], [0, 0]]  # positions 5, 6, 7
-    assert listed(past.begins_among(6, begins)) == [[0, 0], [2, 2]]
-    assert past.begins_among(8, None) is None
+    assert listed(past.positions(1, None)) == [[6], [2]]
+    past.advance(1)
+    assert listed(past.positions(1, None)) == [[7], [3]]
+
+
+def test_what_layers_make_alike_is_made_once_in_a_pass():
+    past = begun(9, 0)
+    made = [past.once("angles", object) for _ in range(2)]
+    assert made[0] is made[1]
+    past.advance(1)
+    assert past.once("angles", object) is not made[0]
 
 
 def listed(numbers: object) -> list[list[int]]:

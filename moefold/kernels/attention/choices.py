@@ -8,6 +8,8 @@ from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, know
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS
 from moefold.kernels.choice import Choice, Choices, always_runs, invariant_choice
 from moefold.kernels.facts import Facts
+from moefold.kernels.choice import Choice, Choices, always_runs, invariant_choice, triton_computes
+from moefold.kernels.facts import AttentionShape, Facts
 
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs whose blocks may have 160 KiB of shared memory
 DETERMINISTIC_HEAD_DIMS = (16, 32, 64, 128)
@@ -68,6 +70,11 @@ def masked_kernels_run(facts: Facts) -> bool:
         return False
     widest = max(shape.head_dim, shape.value_dim)
     return facts.capability in LARGE_SHARED_MEMORY and widest <= 256
+
+
+def cached_kernel_runs(facts: Facts) -> bool:
+    shape = facts.attention
+    return shape is not None and triton_computes(facts) and shape.head_dim <= 1024
 
 
 def hopper_blocks_run(facts: Facts) -> bool:
@@ -173,8 +180,18 @@ BLOCK_CHOICES = (
 )
 MERGE_CHOICES = (Choice("triton", masked_kernels_run, NEEDS_MASKED_KERNELS, "reads and writes each result once"),)
 
+CACHED_CHOICES = (
+    Choice(
+        "triton",
+        cached_kernel_runs,
+        "cuda with Triton, fp32 or bf16, heads of at most 1024",
+        "many programs share the keys of a sequence; the new key is written on the way",
+    ),
+)
+
 CHOICES: Choices = {
     "largest_logit": (),
+    "cached_attention": CACHED_CHOICES,
     "attention": ATTENTION_CHOICES,
     "attention_block": BLOCK_CHOICES,
     "attention_block_backward": BLOCK_CHOICES,

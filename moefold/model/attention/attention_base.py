@@ -14,9 +14,11 @@ from moefold.anatomy.step_specs import sliding_window_of
 from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
 from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig, RopeConfig
+from moefold.kernels.attention.cached_attention import cached_attention
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.declare import DeclaringModule
+from moefold.layout.past_keys import PastKeys, Positions
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.attention.context_parallel import Attend, JoinHeads
 from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
@@ -87,6 +89,7 @@ class AttentionBase(DeclaringModule):
             join_heads = mechanism.heads_joiner(self.swap)
             self.attend_over[ranks] = partial(attend_and_join, mechanism.attend, join_heads)
         self.out_region = Region("out")
+        self.cached_attention = parts.kernels[cached_attention]
 
     def make_linear(self, inputs: int, outputs: int, bias: bool = False) -> Linear:
         """A projection that every tp rank holds whole."""
@@ -121,9 +124,6 @@ class AttentionBase(DeclaringModule):
         scale = self.scale
         window = self.window
         begins_BS = shard.begins_BS
-        if shard.past is not None:
-            keys = k.shape[1]
-            begins_BS = shard.past.begins_among(keys, begins_BS)
         watch = self.logit_watch
         if self.training and watch is not None:
             watch.note(q, k, scale, window, begins_BS)
@@ -135,12 +135,27 @@ class AttentionBase(DeclaringModule):
         summand_CD = self.out_region(project, y_CN)
         return self.scatter_sums(summand_CD)
 
-    def with_past(self, shard: TokenShard, *made: Tensor) -> Sequence[Tensor]:
-        """What this layer made of the microbatch's positions; where text is generated, behind that of earlier ones."""
-        past = shard.past
-        if past is None:
-            return made
-        return past.extend(self.layer, made, self.window)
+    def keep_prompt(self, shard: TokenShard, *made: Tensor) -> None:
+        """Where text is generated, keep what this layer made of the prompts' positions."""
+        if shard.past is not None:
+            shard.past.keep_prompt(self.layer, made, self.window)
+
+    def attend_to_past(self, q_BHD: Tensor, made: Sequence[Tensor], width: int, past: PastKeys) -> Tensor:
+        """(B, H, V): attention of one new position to those that are kept. `made`: key and value of the new position,
+        or a key alone, whose first columns are the value. `width`: that of a value."""
+        sequences, heads, _ = q_BHD.shape
+        y_BHV = q_BHD.new_empty(sequences, heads, width)
+        k, v = key_and_value(made)
+        keys, values = key_and_value(past.rooms(self.layer))
+        inputs = (q_BHD, k, v, keys, values)
+        attend = self.cached_attention
+        attend(y_BHV, *inputs, past.position, past.begin_B, self.scale, self.sinks)
+        return y_BHV
+
+    def project_out(self, y_BHV: Tensor) -> Tensor:
+        """(B, D): heads of one position joined and projected back to the stream."""
+        y_BN = y_BHV.flatten(1)
+        return self.scatter_sums(self.out(y_BN))
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its
@@ -153,6 +168,12 @@ class AttentionBase(DeclaringModule):
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""
         raise NotImplementedError
+
+
+def key_and_value(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Two tensors, or one key that holds its value."""
+    key, *rest = tensors
+    return key, rest[0] if rest else None
 
 
 def attend_and_join(attend: Attend, join_heads: JoinHeads, *inputs: Any) -> Tensor:
@@ -169,6 +190,17 @@ def rope_angles(length: int, dims: int, config: RopeConfig, dtype: torch.dtype, 
         cos_Sd = cos_Sd.to(device, dtype)
         sin_Sd = sin_Sd.to(device, dtype)
         return RopeAngles(cos_Sd, sin_Sd)
+
+
+def angles_at(tables: RopeAngles, held: Positions) -> RopeAngles:
+    cos = tables.cos_Sd[held]
+    sin = tables.sin_Sd[held]
+    return RopeAngles(cos, sin)
+
+
+def angles_at_past(tables: RopeAngles, past: PastKeys, length: int, begins_BS: Tensor | None) -> RopeAngles:
+    held = past.positions(length, begins_BS)
+    return angles_at(tables, held)
 
 
 class Rotary:
@@ -193,14 +225,14 @@ class Rotary:
         if shard.cp.size > 1:
             held = shard.local_positions
         begins_BS = shard.begins_BS
-        if shard.past is not None:
-            held = shard.past.positions(length, begins_BS)
-        elif self.begins_anew and begins_BS is not None:
+        past = shard.past
+        if past is not None:
+            find_angles = partial(angles_at_past, tables, past, length, begins_BS)
+            return past.once((self.dims, self.config), find_angles)
+        if self.begins_anew and begins_BS is not None:
             position_S = torch.arange(length, device=device)
             held = position_S - begins_BS
-        cos = tables.cos_Sd[held]
-        sin = tables.sin_Sd[held]
-        return RopeAngles(cos, sin)
+        return angles_at(tables, held)
 
     def first(self, x_BSHD: Tensor, shard: TokenShard) -> Tensor:
         angles = self.angles(shard)

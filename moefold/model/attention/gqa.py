@@ -89,7 +89,13 @@ class GroupedQueryAttention(AttentionBase):
         if self.shares_kv_heads:
             k = self.head_of_rank(k)
             v = self.head_of_rank(v)
-        k, v = self.with_past(shard, k, v)
+        past = shard.past
+        if past is not None and past.has_prompt:
+            made = (k[:, 0], v[:, 0])
+            width = v.shape[-1]
+            y_BHV = self.attend_to_past(q[:, 0], made, width, past)
+            return self.project_out(y_BHV)
+        self.keep_prompt(shard, k, v)
         seen = HeadVectors(q, k, v)
         return self.attend(seen, shard)
 

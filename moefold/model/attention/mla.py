@@ -16,12 +16,38 @@ import torch
 from torch import Tensor
 
 from moefold.config.run import ModelConfig
+from moefold.kernels.linear.matmul import matmul
+from moefold.kernels.linear.product import PLAIN
+from moefold.layout.past_keys import PastKeys
 from moefold.model.attention.attention_base import AttentionBase, HeadVectors, Rotary
 from moefold.model.norm import RMSNorm
 from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
-from moefold.precision.linear import LinearGroup
+from moefold.precision.linear import Linear, LinearGroup
+
+
+def join_latents(latent_BS: Tensor, k_rope_BS1D: Tensor) -> Tensor:
+    """(B, S, 1, latent + rope): one key for all heads, whose first columns are its value."""
+    latent_BS1 = latent_BS.unsqueeze(2)
+    return torch.cat((latent_BS1, k_rope_BS1D), dim=-1)
+
+
+def matrix_of_heads(project: Linear) -> Tensor:
+    """(H, outputs, inputs): the matrix of a projection to heads, its recipe and its adapter included."""
+    weight = project.weight
+    if project.recipe is PLAIN and project.lora is None:
+        return weight
+    inputs = weight.shape[-1]
+    identity = torch.eye(inputs, dtype=weight.dtype, device=weight.device)
+    return project(identity).permute(1, 2, 0)
+
+
+def multiply_heads(x_BHD: Tensor, w_HDN: Tensor) -> Tensor:
+    """(B, H, N): each head by its own matrix."""
+    x_HBD = x_BHD.transpose(0, 1)
+    y_HBN = matmul(x_HBD, w_HDN)
+    return y_HBN.transpose(0, 1)
 
 
 class LatentAttention(AttentionBase):
@@ -81,6 +107,11 @@ class LatentAttention(AttentionBase):
         latents = self.down(h_TD)
         if not self.has_query_latent:
             latents = [h_TD, *latents]
+        past = shard.past
+        if past is not None and past.has_prompt:
+            made = self.queries_and_latents(*latents, shard)
+            y_BHV = self.attend_to_latents(*made, past)
+            return self.project_out(y_BHV)
         project = self.norm_and_project_up
         projected = self.up_region(project, *latents, shard)
         heads = HeadVectors(*projected)
@@ -90,6 +121,19 @@ class LatentAttention(AttentionBase):
         self, query_source_T: Tensor, latent_T: Tensor, k_rope_T: Tensor, shard: TokenShard
     ) -> HeadVectors:
         """Queries, keys and values of this rank's heads, from the latents of this rank's tokens."""
+        q, latent_BS, k_rope = self.queries_and_latents(query_source_T, latent_T, k_rope_T, shard)
+        self.keep_prompt(shard, join_latents(latent_BS, k_rope))
+        k_nope, v = self.up(latent_BS)
+        by_head = k_nope.shape[:-1]
+        k_rope = k_rope.expand(*by_head, -1)  # the same for all heads
+        parts = (k_nope, k_rope)
+        k = torch.cat(parts, dim=-1)
+        return HeadVectors(q, k, v)
+
+    def queries_and_latents(
+        self, query_source_T: Tensor, latent_T: Tensor, k_rope_T: Tensor, shard: TokenShard
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries of this rank's heads; the latents of all tokens of this cp rank, and their rotated keys."""
         if self.has_query_latent:
             query_source_T = self.query_norm(query_source_T)
         latent_T = self.latent_norm(latent_T)
@@ -102,19 +146,30 @@ class LatentAttention(AttentionBase):
         widths = [latent.shape[-1] for latent in latents]
         gathered = joined_BS.split(widths, dim=-1)
         query_source_BS, latent_BS, k_rope_BS = gathered
-        # up to the heads
         rotary = self.rotary
         q = self.query(query_source_BS)
         q = rotary.last(q, shard)
         k_rope_BS1D = k_rope_BS.unsqueeze(2)
         k_rope = rotary.last(k_rope_BS1D, shard)
-        latent_BL, k_rope = self.with_past(shard, latent_BS, k_rope)
-        k_nope, v = self.up(latent_BL)
-        by_head = k_nope.shape[:-1]
-        k_rope = k_rope.expand(*by_head, -1)  # the same for all heads
-        parts = (k_nope, k_rope)
-        k = torch.cat(parts, dim=-1)
-        return HeadVectors(q, k, v)
+        return q, latent_BS, k_rope
+
+    def attend_to_latents(self, q_BSHD: Tensor, latent_BS: Tensor, k_rope: Tensor, past: PastKeys) -> Tensor:
+        """(B, H, V): attention of one new position, to latents as they are kept. The projections up to keys and values
+        are applied to queries and to sums of latents, so that neither keys nor values are made.
+
+            q . (W_key latent) = (W_key^T q) . latent        sum p (W_value latent) = W_value (sum p latent)
+        """
+        q_BHD = q_BSHD[:, 0]
+        key_HDl = matrix_of_heads(self.key)
+        _, nope_dim, latent = key_HDl.shape
+        q_nope_BHD = q_BHD[..., :nope_dim]
+        q_rope = q_BHD[..., nope_dim:]
+        q_latent = multiply_heads(q_nope_BHD, key_HDl)
+        q = torch.cat((q_latent, q_rope), dim=-1)
+        made = join_latents(latent_BS, k_rope)[:, 0]
+        y_BHl = self.attend_to_past(q, [made], latent, past)
+        value_HVl = matrix_of_heads(self.value)
+        return multiply_heads(y_BHl, value_HVl.mT)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """The rotated key serves all heads and stays: its share of the logits is scaled by the query's rows."""
