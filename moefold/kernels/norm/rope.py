@@ -74,12 +74,17 @@ def rope_cases(draw: CaseInputs) -> Cases:
     for b, s, h, d in ROPE_CASE_SIZES:
         x = draw.normal(b, s, h, d)
         angles = random_rope_angles(draw, s, d)
-        yield KernelCase(f"{b}x{s} {h} heads of {d}", (x, angles))
+        name = f"{b}x{s} {h} heads of {d}"
+        yield KernelCase(name, (x, angles))
+        by_sequence = random_rope_angles(draw, b, s, d)
+        yield KernelCase(f"{name}, positions by sequence", (x, by_sequence))
 
 
-def random_rope_angles(draw: CaseInputs, s: int, d: int) -> RopeAngles:
+def random_rope_angles(draw: CaseInputs, *sizes: int) -> RopeAngles:
+    """Of sizes (S, D), or (B, S, D) where positions differ from sequence to sequence."""
+    *rows, d = sizes
     half = d // 2
-    angle = draw.wide(s, half, scale=3.0)
+    angle = draw.wide(*rows, half, scale=3.0)
     return RopeAngles(angle.cos(), angle.sin())
 
 

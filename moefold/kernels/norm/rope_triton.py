@@ -32,9 +32,11 @@ class HeadRows(NamedTuple):
 
 
 class HeadSizes(NamedTuple):
-    """Positions of a sequence, heads of a token, half the width of a head."""
+    """Positions of a sequence, rows of the tables of angles (one for each position, or for each token), heads of a
+    token, half the width of a head."""
 
     S: Any
+    ANGLES: Any
     H: Any
     HALF: Any
 
@@ -90,7 +92,8 @@ def load_rotary_halves(heads, token, sizes, tile):
 
 @triton.jit
 def store_rotary_halves(out, token, a, b, sizes, tile):
-    _, H, HALF = sizes
+    H = sizes.H
+    HALF = sizes.HALF
     h = tl.arange(0, tile.HEADS)
     h = h.to(tl.int64)
     d = tl.arange(0, tile.WIDTH)
@@ -106,10 +109,10 @@ def store_rotary_halves(out, token, a, b, sizes, tile):
 
 @triton.jit
 def load_rope_angles(cos_Sd, sin_Sd, token, sizes, tile):
-    S, _, HALF = sizes
+    HALF = sizes.HALF
     d = tl.arange(0, tile.WIDTH)
-    position = token % S
-    at = position * HALF + d
+    row = token % sizes.ANGLES
+    at = row * HALF + d
     cos_at = cos_Sd + at
     inside = d < HALF
     cos = load_as_fp32(cos_at, inside)
@@ -162,12 +165,12 @@ def inverse_root_mean_square(a, b, eps, sizes, tile):
 @triton.jit
 def norm_rope_kernel(
     x, w, cos_Sd, sin_Sd, out,
-    S, b_stride, s_stride, h_stride, H, HALF, eps,
+    S, ANGLES, b_stride, s_stride, h_stride, H, HALF, eps,
     NORM: constexpr, BACK: constexpr, HEADS: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
     """One token. BACK rotates the other way."""
     token = tl.program_id(0)
-    sizes = HeadSizes(S, H, HALF)
+    sizes = HeadSizes(S, ANGLES, H, HALF)
     tile: constexpr = HeadTile(NORM, HEADS, WIDTH)
     heads = HeadRows(x, b_stride, s_stride, h_stride)
     halves = load_rotary_halves(heads, token, sizes, tile)
@@ -190,11 +193,11 @@ def norm_rope_kernel(
 @triton.jit
 def norm_rope_backward_kernel(
     dy, x, w, cos_Sd, sin_Sd, dx, dw_PW,
-    T, S, db_stride, ds_stride, dh_stride, b_stride, s_stride, h_stride, H, HALF, eps,
+    T, S, ANGLES, db_stride, ds_stride, dh_stride, b_stride, s_stride, h_stride, H, HALF, eps,
     NORM: constexpr, HEADS: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
     # prologue: the weight, and the first token
-    sizes = HeadSizes(S, H, HALF)
+    sizes = HeadSizes(S, ANGLES, H, HALF)
     tile: constexpr = HeadTile(NORM, HEADS, WIDTH)
     size = norm_size(sizes, tile)
     wa, wb = load_weight_halves(w, sizes, tile)
@@ -266,6 +269,11 @@ def contiguous_tables(angles) -> list[Tensor]:
     return [x_Sd.contiguous() for x_Sd in angles]
 
 
+def rows_of_tables(tables: list[Tensor]) -> int:
+    cos = tables[0]
+    return cos.numel() // cos.shape[-1]
+
+
 def contiguous_heads(x_BSHD: Tensor) -> Tensor:
     if x_BSHD.stride(-1) == 1:
         return x_BSHD
@@ -290,7 +298,7 @@ def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> Ten
         strides = x_BSHD.stride()[:3]
         extent = norm_extent(w, d)
         tensors = (x_BSHD, w, *tables, out_BSHD)
-        sizes = (s, *strides, h, half, eps)
+        sizes = (s, rows_of_tables(tables), *strides, h, half, eps)
         launch = norm_rope_kernel[(b * s,)]
         launch(*tensors, *sizes, NORM=extent, BACK=back, **tile)
     return out_BSHD
@@ -316,7 +324,7 @@ def rotate_heads_backward(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[Tenso
         extent = norm_extent(w, d)
         tensors = (dy, x, w, *tables, dx, dw_PW)
         all_strides = (*dy_strides, *strides)
-        sizes = (tokens, s, *all_strides, h, half, eps)
+        sizes = (tokens, s, rows_of_tables(tables), *all_strides, h, half, eps)
         launch = norm_rope_backward_kernel[(programs,)]
         launch(*tensors, *sizes, NORM=extent, **tile)
     return dx, weight_gradient(dw_PW, w)

@@ -15,7 +15,7 @@ from tests.kernels.test_every_op import check
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize(("op", "cases"), [(rope, 2), (norm_rope, 4)], ids=["rope", "norm_rope"])
+@pytest.mark.parametrize(("op", "cases"), [(rope, 4), (norm_rope, 4)], ids=["rope", "norm_rope"])
 def test_both_equal_their_references_forward_and_backward(op, cases: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rope_triton, "WARPS", 5)  # fewer than tokens, so that each has several
     for case in op.cases(DEVICE, torch.float32)[:cases]:
