@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from moefold.config.errors import UserError
-from moefold.generate.next_logits import NextLogits, TokenIds
-from moefold.generate.sampling import Draws, Sampling
+from moefold.generate.next_logits import CachedLogits, NextLogits, TokenIds
+from moefold.generate.replayed_steps import DecodeStep, replay_tokens
+from moefold.generate.sampling import Draws, Sampling, listed_tokens
 
 
 def decode_tokens(
@@ -21,13 +22,21 @@ def decode_tokens(
     vocab: int | None = None,
 ) -> Iterator[list[int]]:
     """`count` times a new token of each sequence. `vocab`: tokens from there on are never drawn, if given."""
-    draws = Draws(sampling, len(prompts))
+    draws = Draws(sampling, len(prompts), count, source.device)
     most = max(map(len, prompts)) + count
-    tokens: list[int] | None = None
-    for _ in range(count):
+    with torch.no_grad():
+        logits_BV = source.begin(prompts, most)
+        tokens_B = draws.draw(logits_BV[:, :vocab])
+    if isinstance(source, CachedLogits) and source.recorder is not None:
+        step = DecodeStep(source, draws, tokens_B, count, vocab)
+        yield from replay_tokens(step, source.recorder)
+        return
+    tokens = listed_tokens(tokens_B)
+    yield tokens
+    for _ in range(count - 1):
         with torch.no_grad():
-            logits_BV = source.begin(prompts, most) if tokens is None else source.follow(tokens)
-            tokens = draws.draw(logits_BV[:, :vocab])
+            logits_BV = source.follow(tokens)
+            tokens = listed_tokens(draws.draw(logits_BV[:, :vocab]))
         yield tokens
 
 

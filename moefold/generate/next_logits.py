@@ -18,6 +18,7 @@ from moefold.config.errors import UserError
 from moefold.config.extensions import find_extension
 from moefold.config.run import ModelConfig
 from moefold.layout.past_keys import PastKeys
+from moefold.memory.graphs import CudaRecorder, Recorder
 from moefold.model.transformer import Transformer
 
 PADDING = 0  # any token
@@ -27,6 +28,8 @@ WindowForward = Callable[[TokenIds], Tensor]  # all tokens of a sequence -> logi
 
 
 class NextLogits(Protocol):
+    device: torch.device
+
     def begin(self, prompts: Sequence[TokenIds], most: int) -> Tensor:
         """(B, V): the logits behind each prompt; sequences will have at most `most` tokens."""
         ...
@@ -37,11 +40,13 @@ class NextLogits(Protocol):
 
 
 class CachedLogits:
-    """Prompts of different lengths end at the same position: shorter ones have padding before them."""
+    """Prompts of different lengths end at the same position: shorter ones have padding before them. `recorder`: what
+    records the steps behind the prompts, where these are replayed (generate/replayed_steps.py)."""
 
-    def __init__(self, forward: Forward, device: torch.device):
+    def __init__(self, forward: Forward, device: torch.device, recorder: Recorder | None = None):
         self.forward = forward
         self.device = device
+        self.recorder = recorder
         self.past: PastKeys | None = None
 
     def begin(self, prompts: Sequence[TokenIds], most: int) -> Tensor:
@@ -82,8 +87,9 @@ def document_begins(padding_B: Tensor, count: int) -> Tensor:
 class WindowLogits:
     """One sequence after the other."""
 
-    def __init__(self, forward: WindowForward):
+    def __init__(self, forward: WindowForward, device: torch.device):
         self.forward = forward
+        self.device = device
         self.rows: list[list[int]] = []
 
     def begin(self, prompts: Sequence[TokenIds], most: int) -> Tensor:
@@ -112,7 +118,8 @@ def model_logits(model: Transformer) -> CachedLogits:
         return model.last_logits(carry)
 
     device = next(model.parameters()).device
-    return CachedLogits(compute_last_logits, device)
+    recorder = CudaRecorder(device) if device.type == "cuda" else None
+    return CachedLogits(compute_last_logits, device, recorder)
 
 
 def cache_problems(model: ModelConfig) -> list[str]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from moefold.config.errors import RunFailure, UserError
 
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -43,29 +45,53 @@ class Sampling:
 
 
 class Draws:
-    """The tokens that sequences draw, each with random numbers of its own."""
+    """The tokens that sequences draw, `count` of each at most, on the device. Each sequence has random numbers of its
+    own, and so has each draw, all made beforehand: the number of the draw is on the device too, so that drawing can be
+    recorded and replayed."""
 
-    def __init__(self, sampling: Sampling, sequences: int):
+    def __init__(self, sampling: Sampling, sequences: int, count: int, device: torch.device | str = "cpu"):
         self.sampling = sampling
-        self.generators: list[torch.Generator] = []
-        for number in range(sequences):
-            generator = torch.Generator()
-            generator.manual_seed(sampling.seed + number)
-            self.generators.append(generator)
+        self.number = torch.zeros(1, dtype=torch.int64, device=device)
+        rows = [uniform_numbers(sampling.seed + i, count) for i in range(sequences)]
+        self.uniform_BN = torch.stack(rows).to(device)
 
-    def draw(self, logits_BV: Tensor) -> list[int]:
-        """A token of each sequence."""
-        if logits_BV.isnan().any():
-            raise RunFailure("logits are not a number: the weights are damaged; `moefold ckpt verify` checks a run's")
+    def draw(self, logits_BV: Tensor) -> Tensor:
+        """(B,): a token of each sequence; NO_TOKEN where logits are not a number."""
+        tokens_B = self.choose(logits_BV)
+        self.number += 1
+        is_damaged_B = logits_BV.isnan().any(-1)
+        return tokens_B.masked_fill(is_damaged_B, NO_TOKEN)
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
         if self.sampling.temperature == 0:
-            return logits_BV.argmax(-1).tolist()
+            return logits_BV.argmax(-1)
         scores_BV = filter_logits(logits_BV, self.sampling)
-        probs_BV = scores_BV.softmax(-1).cpu()
-        tokens: list[int] = []
-        for probs_V, generator in zip(probs_BV, self.generators, strict=True):
-            drawn = torch.multinomial(probs_V, 1, generator=generator)
-            tokens.append(int(drawn))
-        return tokens
+        uniform_B1 = self.uniform_BN.index_select(1, self.number)
+        return tokens_at(scores_BV, uniform_B1)
+
+
+def uniform_numbers(seed: int, count: int) -> Tensor:
+    """Numbers from 0 to 1, without 1, of a sequence."""
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return torch.rand(count, dtype=torch.float64, generator=generator)
+
+
+def tokens_at(scores_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+    """(B,): the first token up to which there is more than so much of all probability."""
+    probs_BV = scores_BV.softmax(-1).double()
+    up_to_each_BV = probs_BV.cumsum(-1)
+    all_B1 = up_to_each_BV[:, -1:]
+    is_before_BV = up_to_each_BV <= uniform_B1 * all_B1
+    return is_before_BV.sum(-1)
+
+
+def listed_tokens(tokens_B: Tensor) -> list[int]:
+    """Tokens on the host, refused where logits were not a number."""
+    tokens = tokens_B.tolist()
+    if NO_TOKEN in tokens:
+        raise RunFailure("logits are not a number: the weights are damaged; `moefold ckpt verify` checks a run's")
+    return tokens
 
 
 def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
@@ -95,7 +121,7 @@ def keep_top_p(scores_BV: Tensor, share: float) -> Tensor:
     probs_BV = ascending.values.softmax(-1)
     up_to_each_BV = probs_BV.cumsum(-1)
     is_out_BV = up_to_each_BV <= 1 - share
-    is_out_BV[:, -1] = False
+    is_out_BV[:, -1].fill_(False)
     in_place_BV = is_out_BV.scatter(1, ascending.indices, is_out_BV)
     return scores_BV.masked_fill(in_place_BV, -torch.inf)
 

@@ -104,7 +104,7 @@ def next_logits_of(run: Run) -> NextLogits:
     """Next logits of a run's model, on every rank: with a cache where ranks hold whole sequences, else by windows."""
     multiple = sequence_multiple(run.config.parallel)
     if multiple > 1 or cache_problems(run.config.model):
-        return WindowLogits(partial(window_logits, run, multiple))
+        return WindowLogits(partial(window_logits, run, multiple), run.world.device)
     return CachedLogits(partial(cached_logits, run), run.world.device)
 
 

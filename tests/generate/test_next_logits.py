@@ -67,7 +67,7 @@ def test_windows_without_a_cache_give_the_same():
     def last_logits(tokens: Sequence[int]) -> torch.Tensor:
         return whole_logits(model, [list(tokens)])[0]
 
-    cached, windows = model_logits(model.transformer), WindowLogits(last_logits)
+    cached, windows = model_logits(model.transformer), WindowLogits(last_logits, torch.device("cpu"))
     with torch.no_grad():
         assert_exact(windows.begin(PROMPTS, 20), cached.begin(PROMPTS, 20))
         assert_exact(windows.follow([1, 2, 3]), cached.follow([1, 2, 3]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.config.errors import RunFailure, UserError
-from moefold.generate.sampling import Draws, Sampling, filter_logits
+from moefold.generate.sampling import Draws, Sampling, filter_logits, listed_tokens, tokens_at
 from tests.support.hf_models import hf
 
 
@@ -48,8 +48,8 @@ def test_filters_are_those_of_transformers(sampling: Sampling):
 
 
 def draw_often(sampling: Sampling, logits: torch.Tensor, times: int = 20) -> list[list[int]]:
-    draws = Draws(sampling, len(logits))
-    return [draws.draw(logits) for _ in range(times)]
+    draws = Draws(sampling, len(logits), times)
+    return [listed_tokens(draws.draw(logits)) for _ in range(times)]
 
 
 def test_seeds_repeat_and_a_sequence_draws_as_if_alone():
@@ -57,6 +57,7 @@ def test_seeds_repeat_and_a_sequence_draws_as_if_alone():
     together = draw_often(Sampling(seed=5), logits)
     assert draw_often(Sampling(seed=5), logits) == together
     assert draw_often(Sampling(seed=6), logits) != together
+    assert draw_often(Sampling(seed=5), logits, times=7) == together[:7]  # however many there may come to be
     for row in range(len(logits)):
         alone = draw_often(Sampling(seed=5 + row), logits[row : row + 1])
         assert [drawn for (drawn,) in alone] == [tokens[row] for tokens in together]
@@ -72,9 +73,15 @@ def test_draws_follow_the_probabilities_of_what_is_kept():
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
 
+def test_tokens_without_probability_are_never_drawn():
+    scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).expand(4, -1)
+    uniform = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert tokens_at(scores, uniform[:, None]).tolist() == [1, 1, 3, 3]
+
+
 def test_temperature_0_takes_the_most_likely_token():
     logits = random_logits()
-    assert Draws(Sampling(0.0), len(logits)).draw(logits) == logits.argmax(-1).tolist()
+    assert draw_often(Sampling(0.0), logits, 1) == [logits.argmax(-1).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -90,4 +97,4 @@ def test_illegal_settings_are_refused_by_name(wrong: dict[str, float]):
 
 def test_logits_that_are_not_a_number_end_the_generation():
     with pytest.raises(RunFailure, match="not a number"):
-        Draws(Sampling(), 1).draw(torch.tensor([[0.0, torch.nan]]))
+        draw_often(Sampling(), torch.tensor([[0.0, torch.nan]]))
