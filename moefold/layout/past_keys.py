@@ -1,8 +1,8 @@
 """Past keys: what attention made of earlier positions, kept while text is generated.
 
-The generator puts one object into the microbatch of each pass. The first pass is that of the prompts: a layer keeps what
-it makes of their positions. Each further pass has one new position of every sequence, whose number is on the device: a
-layer writes what it makes of it and reads all that is kept (kernels/attention/cached_attention.py).
+The generator puts one object into the microbatch of each pass. The first pass is that of the prompts: a layer keeps
+what it makes of their positions. Each further pass has one new position of every sequence, whose number is on the
+device: a layer writes what it makes of it and reads all that is kept (kernels/attention/cached_attention.py).
 
     positions   0 1 2 3 4 5        a layer keeps each position p in slot p modulo its slots: those of a window,
     slots       0 1 2 0 1 2        or as many as a sequence may come to have positions

@@ -1,8 +1,8 @@
 """Attention of one new position of every sequence to the positions that are kept of it, while text is generated.
 
 Slot l of L holds the last position p with p = l modulo L, up to the new one, whose key and value are written to their
-slot first. A sequence sees positions from `begin_B` on; a window is as many slots as it has positions. The number of the
-new position is on the device: nothing here depends on it but values.
+slot first. A sequence sees positions from `begin_B` on; a window is as many slots as it has positions. The number of
+the new position is on the device: nothing here depends on it but values.
 
     position 7, 3 slots     slot 0: 6   slot 1: 7, the new one   slot 2: 5
 
@@ -100,7 +100,7 @@ CACHED_CASE_SIZES = [  # B, L, H, G, D, V (0: the first columns of keys), positi
     (1, 1, 1, 1, 16, 16, 0),
     (2, 40, 4, 2, 16, 16, 17),
     (3, 7, 4, 4, 32, 16, 23),
-    (2, 300, 6, 2, 64, 64, 299),
+    (2, 90, 6, 2, 64, 64, 89),
     (2, 70, 20, 1, 24, 0, 65),
     (1, 9, 4, 1, 80, 0, 31),
 ]

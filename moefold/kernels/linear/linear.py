@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
+from moefold.kernels.linear.few_rows import has_few_rows
 from moefold.kernels.linear.matmul import tiled_product
 from moefold.kernels.linear.product import (
     PLAIN,
@@ -119,6 +120,21 @@ def low_rank_product(x: Tensor, adapter: tuple[Tensor, Tensor, float], products:
 @linear.register_fast("fused_dgrad")
 def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
     return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS, adapters=adapters)
+
+
+def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipe = PLAIN) -> Outputs:
+    if recipe is PLAIN and has_few_rows(x):
+        return multiply_few_rows(x, layers)
+    return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS)
+
+
+def multiply_few_rows(x: Tensor, layers: Layers) -> Outputs:
+    from moefold.kernels.linear.few_rows_triton import launch_few_rows
+
+    *lead, _ = x.shape
+    x_TD = x.flatten(0, -2)
+    outputs = launch_few_rows(x_TD, layers)
+    return tuple(y_TN.unflatten(0, lead) for y_TN in outputs)
 
 
 class TiledProducts(DenseProducts):

@@ -385,22 +385,27 @@ def place_rows_kernel(
     ids_R, weights_R, base_BE, total_E,
     index_R, slots_R, weight_R, ends_E,
     R, E,
-    K: constexpr, WIDTH: constexpr, BLOCK: constexpr,
+    K: constexpr, WIDTH: constexpr, BLOCK: constexpr, ALONE: constexpr,
 ):  # fmt: skip
-    """Third pass: the row of each choice, in both directions, and its weight."""
+    """Third pass: the row of each choice, in both directions, and its weight. ALONE: one block has all choices, and
+    there are no passes before."""
     # where each expert's rows begin and end
     e = tl.arange(0, WIDTH)
-    total = load_or_zero(total_E + e, e < E)
+    r, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
+    if ALONE:
+        total = tl.sum(same, 0)
+    else:
+        total = load_or_zero(total_E + e, e < E)
     ends = tl.cumsum(total, 0)
     begins = ends - total
     if tl.program_id(0) == 0:
         real_e = e < E
         store_inside(ends_E + e, ends, real_e)
-    r, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
     # an expert's first row, plus its rows of earlier blocks, plus its rows of this block
-    line = base_BE + tl.program_id(0) * E
-    earlier = load_or_zero(line + e, e < E)
-    base = begins + earlier
+    base = begins
+    if not ALONE:
+        line = base_BE + tl.program_id(0) * E
+        base += load_or_zero(line + e, e < E)
     up_to = tl.cumsum(same, 0)
     before = up_to - 1
     rank = base[None, :] + before
@@ -456,7 +461,7 @@ def launch_router_topk(
         places = triton.next_power_of_2(groups)
         launch = router_topk_kernel[grid]
         launch(*tensors, *sizes, *rule, PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile)
-    sums_SP = parts.sum(1)
+    sums_SP = parts[:, 0] if blocks == 1 else parts.sum(1)
     widths = [experts, experts, 1]
     counts, shares_SE, squares = sums_SP.split(widths, dim=1)
     counts_SE = counts.long()
@@ -493,28 +498,40 @@ def launch_topk_backward(
 
 def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tuple[Tensor, ...]:
     """Rows sorted by expert, stably: index_R, slots_NK, weight_R and the end of each expert. A counting sort in three
-    passes (count, scan, place): the same on every run, and nothing waits for the host."""
+    passes (count, scan, place), or in the last one alone where one block has all choices: the same on every run, and
+    nothing waits for the host."""
     n, k = ids_NK.shape
     rows = n * k
     integers = ids_NK.new_empty(0, dtype=torch.int32)
     index_R = integers.new_empty(rows)
     slots_NK = integers.new_empty(n, k)
-    ends_E = integers.new_zeros(experts)
+    ends_E = integers.new_empty(experts)
     weight_R = weights_NK.new_empty(rows)
-    if rows:
-        ids_NK = ids_NK.contiguous()
-        weights_NK = weights_NK.contiguous()
-        width = triton.next_power_of_2(experts)
-        blocks = triton.cdiv(rows, BLOCK)
-        counts_BE = integers.new_empty(blocks, experts)
-        count = count_choices_kernel[(blocks,)]
-        count(ids_NK, counts_BE, rows, experts, width, BLOCK, num_warps=8)
-        total_E = torch.empty_like(ends_E)
-        scans = triton.cdiv(experts, SCAN_EXPERTS)
-        scan = block_offsets_kernel[(scans,)]
-        scan(counts_BE, total_E, blocks, experts, SCAN_EXPERTS, SCAN_STEP, num_warps=8)
-        inputs = (ids_NK, weights_NK, counts_BE, total_E)
-        outputs = (index_R, slots_NK, weight_R, ends_E)
-        place = place_rows_kernel[(blocks,)]
-        place(*inputs, *outputs, rows, experts, k, width, BLOCK, num_warps=8)
-    return index_R, slots_NK, weight_R, ends_E
+    if not rows:
+        ends_E.zero_()
+        return index_R, slots_NK, weight_R, ends_E
+    ids_NK = ids_NK.contiguous()
+    weights_NK = weights_NK.contiguous()
+    width = triton.next_power_of_2(experts)
+    blocks = triton.cdiv(rows, BLOCK)
+    alone = blocks == 1
+    counted = (None, None) if alone else count_before_blocks(ids_NK, blocks, experts)
+    inputs = (ids_NK, weights_NK, *counted)
+    outputs = (index_R, slots_NK, weight_R, ends_E)
+    place = place_rows_kernel[(blocks,)]
+    place(*inputs, *outputs, rows, experts, k, width, BLOCK, alone, num_warps=8)
+    return outputs
+
+
+def count_before_blocks(ids_NK: Tensor, blocks: int, experts: int) -> tuple[Tensor, Tensor]:
+    """The rows that each expert gets from the blocks before each block, and from all."""
+    rows = ids_NK.numel()
+    width = triton.next_power_of_2(experts)
+    counts_BE = ids_NK.new_empty(blocks, experts, dtype=torch.int32)
+    count = count_choices_kernel[(blocks,)]
+    count(ids_NK, counts_BE, rows, experts, width, BLOCK, num_warps=8)
+    total_E = counts_BE.new_empty(experts)
+    scans = triton.cdiv(experts, SCAN_EXPERTS)
+    scan = block_offsets_kernel[(scans,)]
+    scan(counts_BE, total_E, blocks, experts, SCAN_EXPERTS, SCAN_STEP, num_warps=8)
+    return counts_BE, total_E

@@ -127,7 +127,8 @@ class MoeSublayer(nn.Module):
         routing, aux = self.router(h_TD, shard, imposed_TK)
         carry = drop_from_carry(carry, "for_router_TD")
         carry["routing"] = routing
-        carry["aux"] = carry["aux"] + aux
+        if aux is not None:
+            carry["aux"] = carry["aux"] + aux
         return carry
 
     def narrow_tokens(self, carry: Carry) -> Carry:

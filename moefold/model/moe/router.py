@@ -65,8 +65,11 @@ class Router(DeclaringModule):
         for size, axes in world.context_axes.items():
             self.sums_over_sharing[size] = bind_collective(all_reduce_no_grad, axes.cp_tp)
 
-    def forward(self, h_TD: Tensor, share: TokenShard, imposed_TK: Tensor | None = None) -> tuple[Routing, Tensor]:
-        """The routing, and this rank's summand of the balance losses. `imposed_TK` replaces the top-k selection."""
+    def forward(
+        self, h_TD: Tensor, share: TokenShard, imposed_TK: Tensor | None = None
+    ) -> tuple[Routing, Tensor | None]:
+        """The routing, and this rank's summand of the balance losses, if there are any. `imposed_TK` replaces the top-k
+        selection."""
         logits_TE = self.logits(h_TD, share)
         if imposed_TK is None:
             imposed_TK = self.sequence_wide_choice(logits_TE, share)
@@ -85,6 +88,8 @@ class Router(DeclaringModule):
             load.count(counts_BE, ids_TK, routing.ids_TK)
         if load.record and not inside_recompute():
             load.record(ids_TK, share)
+        if share.past is not None:  # generated text is not trained on
+            return routing, None
         sums = (counts_BE, shares_BE, squares_B)
         sum_over_sharing = self.sums_over_sharing[share.cp.size]
         losses = balance_losses(*sums, self.moe, load, sum_over_sharing, share)

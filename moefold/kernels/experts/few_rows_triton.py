@@ -1,0 +1,119 @@
+"""The experts' MLP for few tokens in Triton, such as those of a step of generation: the weights of each expert that has
+rows are read once, by many programs. Imported only where Triton is.
+
+A program has the rows of one expert and a few outputs; programs of experts without rows end at once. More rows than
+ROWS are further rounds over the same weights, which the cache of the device then holds.
+
+N tokens, R rows in expert order, D width, F inner width, E experts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.linear.few_rows_triton import dot_rows, load_matrix
+from moefold.kernels.tile_triton import (
+    fp32_zeros,
+    load_as_fp32,
+    load_or_zero,
+    numbers_from,
+    store_inside,
+    tile_mask,
+    tile_pointers,
+)
+
+UP_COLUMNS = 32  # inner columns of a program: so many rows of gate, and so many of up
+DOWN_COLUMNS = 64
+DEPTH = 128
+OPTIONS = {"num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def rows_of_expert(ends_E, expert):
+    """Where the expert's rows begin and end."""
+    end = tl.load(ends_E + expert)
+    begin = tl.load(ends_E + expert - 1, mask=expert > 0, other=0)
+    return begin, end
+
+
+@triton.jit
+def few_rows_up_kernel(
+    source, gate_up, weight_R, index_R, ends_E, a, D, F, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr
+):  # fmt: skip
+    """silu(gate) * up * the router's weight."""
+    expert = tl.program_id(1)
+    begin, end = rows_of_expert(ends_E, expert)
+    f = numbers_from(tl.program_id(0) * COLUMNS, COLUMNS)
+    is_column = f < F
+    gate_row = expert.to(tl.int64) * 2 * F + f
+    up_row = gate_row + F
+    for first in range(begin, end, ROWS):
+        # prologue: the rows and their tokens
+        r = numbers_from(first, ROWS)
+        is_row = r < end
+        token = load_or_zero(index_R + r, is_row)
+        is_token = is_row & (token >= 0)
+        # main loop over the inputs
+        gate = fp32_zeros(ROWS, COLUMNS)
+        up = fp32_zeros(ROWS, COLUMNS)
+        for start in range(0, D, DEPTH):
+            d = numbers_from(start, DEPTH)
+            x = load_matrix(source, token, is_token, d, D)
+            gates = load_matrix(gate_up, gate_row, is_column, d, D)
+            gate = dot_rows(gate, x, gates)
+            ups = load_matrix(gate_up, up_row, is_column, d, D)
+            up = dot_rows(up, x, ups)
+        # epilogue
+        weight = load_as_fp32(weight_R + r, is_row)
+        silu = gate * tl.sigmoid(gate)
+        activated = silu * up * weight[:, None]
+        at = tile_pointers(a, r, f, F)
+        inside = tile_mask(is_row, is_column)
+        store_inside(at, activated.to(a.dtype.element_ty), inside)
+
+
+@triton.jit
+def few_rows_down_kernel(
+    a, down, ends_E, y, D, F, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr
+):  # fmt: skip
+    expert = tl.program_id(1)
+    begin, end = rows_of_expert(ends_E, expert)
+    n = numbers_from(tl.program_id(0) * COLUMNS, COLUMNS)
+    is_column = n < D
+    down_row = expert.to(tl.int64) * D + n
+    for first in range(begin, end, ROWS):
+        r = numbers_from(first, ROWS)
+        is_row = r < end
+        total = fp32_zeros(ROWS, COLUMNS)
+        for start in range(0, F, DEPTH):
+            f = numbers_from(start, DEPTH)
+            rows = load_matrix(a, r, is_row, f, F)
+            weights = load_matrix(down, down_row, is_column, f, F)
+            total = dot_rows(total, rows, weights)
+        at = tile_pointers(y, r, n, D)
+        inside = tile_mask(is_row, is_column)
+        store_inside(at, total.to(y.dtype.element_ty), inside)
+
+
+def launch_few_rows_experts(
+    source_ND: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weight_R: Tensor, index_R: Tensor, ends_E: Tensor
+) -> Tensor:
+    """y_RD: each row through its expert, times its weight."""
+    tokens, width = source_ND.shape
+    experts, _, inner, _ = gate_up_E2FD.shape
+    rows = len(index_R)
+    source_ND = source_ND.contiguous()
+    tile = {"ROWS": 16 if tokens <= 32 else 32, "DEPTH": DEPTH}
+    a_RF = source_ND.new_empty(rows, inner)
+    blocks = triton.cdiv(inner, UP_COLUMNS)
+    up = few_rows_up_kernel[(blocks, experts)]
+    tensors = (source_ND, gate_up_E2FD, weight_R, index_R, ends_E, a_RF)
+    up(*tensors, width, inner, COLUMNS=UP_COLUMNS, **tile, **OPTIONS)
+    y_RD = source_ND.new_empty(rows, width)
+    blocks = triton.cdiv(width, DOWN_COLUMNS)
+    project = few_rows_down_kernel[(blocks, experts)]
+    project(a_RF, down_EDF, ends_E, y_RD, width, inner, COLUMNS=DOWN_COLUMNS, **tile, **OPTIONS)
+    return y_RD

@@ -1,0 +1,47 @@
+"""Products of few rows in Triton, in its interpreter where there is no GPU, against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from moefold.kernels.linear.few_rows_triton import launch_few_rows
+from moefold.kernels.linear.linear import linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 300, [20]), (5, 48, [16, 8, 40]), (33, 16, [33, 16, 7, 9])], ids=str
+)
+def test_every_layer_has_its_product_and_its_bias(rows: int, inputs: int, outputs: list[int]):
+    x = normal(rows, inputs)
+    layers = []
+    for seed, width in enumerate(outputs, 1):
+        bias = normal(width, seed=30) if seed % 2 else None
+        layers.append((normal(width, inputs, seed=seed), bias))
+    found = launch_few_rows(x, layers)
+    for y, (weight, bias) in zip(found, layers, strict=True):
+        torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_few_rows_take_this_way_and_give_the_same():
+    x = normal(32, 1, 256).bfloat16()
+    layers = [(normal(512, 256, seed=seed).bfloat16(), None) for seed in (1, 2, 3)]
+    run = linear.implementations["fused_dgrad"]
+    with torch.no_grad():
+        found = run(x, layers)
+    for y, (weight, _) in zip(found, layers, strict=True):
+        (direct,) = launch_few_rows(x[:, 0], [(weight, None)])
+        assert torch.equal(y[:, 0], direct)
+        torch.testing.assert_close(y, F.linear(x, weight), rtol=2e-2, atol=0.3)
