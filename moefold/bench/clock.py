@@ -1,15 +1,21 @@
-"""Clocks of the benchmarks: wall-clock seconds of a call, and the median of synchronized calls."""
+"""Clocks of the benchmarks: wall-clock seconds of a call, the median of synchronized calls, and the bandwidth of a
+copy, by which others are judged."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
+
+import torch
 
 from moefold.bench.machine import synchronize_device
 
 WARM_UP_CALLS = 3
+COPIED_BYTES = 2**30  # of the copy that bandwidth is measured by, on a GPU
+COPIED_BYTES_ON_CPU = 2**24
 Work = Callable[[], Any]  # a call to be timed
 
 
@@ -30,3 +36,12 @@ def median_seconds(work: Work, device: str, repeat: int) -> float:
     calls = range(WARM_UP_CALLS + repeat)
     times = [wall_clock_seconds(synchronized_call) for _ in calls]
     return median(times[WARM_UP_CALLS:])
+
+
+def copy_bandwidth(device: str, repeat: int) -> float:
+    """Bytes read plus bytes written by a copy, a second."""
+    size = COPIED_BYTES if device == "cuda" else COPIED_BYTES_ON_CPU
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = median_seconds(partial(target.copy_, source), device, repeat)
+    return 2 * size / seconds

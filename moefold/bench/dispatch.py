@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from moefold.bench.clock import median_seconds
+from moefold.bench.clock import copy_bandwidth
 from moefold.bench.machine import cuda_capability, free_device_memory, machine_facts, resolve_device, resolve_dtype
 from moefold.bench.options import DispatchOptions
 from moefold.bench.played_ranks import TurnOrder, play_ranks, played_arenas
@@ -160,15 +160,6 @@ def run_benchmark(options: DispatchOptions) -> int:
                 report["results"].append(row)
                 free_device_memory(device)
     return show_report(report, options.json, print_dispatch_table)
-
-
-def copy_bandwidth(device: str, repeat: int) -> float:
-    """Bytes read plus bytes written by a copy, a second."""
-    size = COPIED_BYTES if device == "cuda" else COPIED_BYTES_ON_CPU
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = median_seconds(partial(target.copy_, source), device, repeat)
-    return 2 * size / seconds
 
 
 def measure_case(options: DispatchOptions, case: DispatchCase, device: str, bandwidth: float) -> Row:

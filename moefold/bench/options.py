@@ -14,6 +14,7 @@ import tyro
 from moefold.config.errors import UserError, one_of
 from moefold.kernels.catalog import CATALOG
 
+LEAST_GENERATED = 20  # tokens: the first ones are not timed
 DeviceOption = Literal["auto", "cpu", "cuda"]
 
 
@@ -113,6 +114,30 @@ class TransformersOptions(DeviceOptions):
     def check_values(self) -> None:
         require_positive("turns", self.turns)
         require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
+class GenerateOptions(DeviceOptions):
+    """Time steps of greedy generation with random weights, beside the bytes that a step must read and beside
+    transformers' own generation."""
+
+    model: tuple[str, ...] = ("olmoe-1b-7b",)
+    """Presets."""
+    batch: tuple[int, ...] = (1, 32)
+    """Sequences that are continued together."""
+    prompt: int = 512
+    """Tokens before the first new one."""
+    tokens: int = 130
+    """New tokens of each sequence."""
+    theirs: tuple[Literal["dynamic", "static"], ...] = ("dynamic", "static")
+    """Caches of transformers' generation, timed beside; none where it is not installed."""
+
+    def check_values(self) -> None:
+        for sequences in self.batch:
+            require_positive("batch", sequences)
+        require_positive("prompt", self.prompt)
+        if self.tokens < LEAST_GENERATED:
+            raise UserError(f"--tokens {self.tokens} is not legal; expected at least {LEAST_GENERATED}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from moefold.config.errors import RunFailure
 from moefold.generate.decode import decode_tokens
 from moefold.generate.next_logits import model_logits
 from moefold.generate.sampling import Sampling
+from moefold.memory.graphs import CudaRecorder
 from tests.generate.test_next_logits import CASES
 from tests.support.tape import TapeRecorder
 
@@ -60,3 +61,35 @@ def test_damaged_weights_end_the_generation():
     model.transformer.head.norm.weight.data.fill_(torch.nan)
     with pytest.raises(RunFailure, match="not a number"):
         decoded(model, TapeRecorder(), SAMPLED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_graphs_give_the_tokens_of_single_steps(case: str):
+    """In bf16, with the kernels of few rows; the logits are those of whole sequences within its rounding."""
+    preset, keys = CASES[case]
+    model = moefold.Model(preset, device="cuda", dtype=torch.bfloat16, seq_len=64, layers=2, **keys).eval()
+    source = model_logits(model.transformer)
+    recorder = CountingRecorder(source.device)
+    for sampling in (Sampling(0), SAMPLED):
+        found: list[list[list[int]]] = []
+        for each in (recorder, None):
+            source.recorder = each
+            found.append(list(decode_tokens(source, PROMPTS, sampling, COUNT, vocab=250)))
+        assert found[0] == found[1]
+    assert recorder.recordings == 2
+    with torch.no_grad():
+        source.begin(PROMPTS[:1], 20)
+        logits = source.follow([3]).float()
+        whole = model(torch.tensor([[*PROMPTS[0], 3]], device="cuda")).logits[:, -1].float()
+    assert (logits - whole).norm() / whole.norm() < 3e-2
+
+
+class CountingRecorder(CudaRecorder):
+    recordings = 0
+
+    def record(self, work: Any) -> Any:
+        recorded = super().record(work)  # raises where work cannot be captured
+        self.recordings += 1
+        return recorded

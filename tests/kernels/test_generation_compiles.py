@@ -16,7 +16,7 @@ def test_every_kernel_compiles_and_what_is_multiplied_is_copied_ahead():
         found = LINE.fullmatch(line)
         assert found, line
         name, copies, products = found.groups()
-        if "rows" in name and "block" not in name or "heads," in name or name == "latents":
+        if ("rows" in name and "block" not in name) or "heads," in name or name == "latents":
             assert int(products) > 0, line
         if int(products):
             assert int(copies) >= 40, line
