@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moefold.bench.clock import copy_bandwidth
 from moefold.bench.machine import first_line_of, free_device_memory, machine_facts, resolve_device
-from moefold.bench.options import GenerateOptions
+from moefold.bench.options import GenerateBenchOptions
 from moefold.bench.report import (
     Report,
     Row,
@@ -60,12 +60,12 @@ Prompts = list[TokenIds]
 Chosen = dict[int, Tensor]  # expert ids by layer
 
 
-def run_benchmark(options: GenerateOptions) -> int:
+def run_benchmark(options: GenerateBenchOptions) -> int:
     report = generate_report(options)
     return show_report(report, options.json, print_generate_report)
 
 
-def generate_report(options: GenerateOptions) -> Report:
+def generate_report(options: GenerateBenchOptions) -> Report:
     device = resolve_device(options.device)
     bandwidth = copy_bandwidth(device, 10)
     results: list[Row] = []
@@ -87,7 +87,7 @@ def generate_config(name: str, device: str) -> Config:
     return replace(config, train=train)
 
 
-def own_rows(name: str, config: Config, options: GenerateOptions, bandwidth: float) -> list[Row]:
+def own_rows(name: str, config: Config, options: GenerateBenchOptions, bandwidth: float) -> list[Row]:
     """A row for each batch, told when it is measured."""
     length = options.prompt + options.tokens
     device = config.train.device
@@ -212,7 +212,7 @@ def bytes_of(module: nn.Module) -> int:
 # ---- transformers' own ----
 
 
-def time_theirs(rows: list[Row], config: Config, options: GenerateOptions) -> None:
+def time_theirs(rows: list[Row], config: Config, options: GenerateBenchOptions) -> None:
     """Adds transformers' milliseconds to each row. What fails is told and left out."""
     model = transformers_model(config)
     model.eval()

@@ -117,7 +117,7 @@ class TransformersOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
-class GenerateOptions(DeviceOptions):
+class GenerateBenchOptions(DeviceOptions):
     """Time steps of greedy generation with random weights, beside the bytes that a step must read and beside
     transformers' own generation."""
 

@@ -27,7 +27,9 @@ SUBJECTS = {
     "step": BenchSubject(bench_options.StepOptions, "whole training steps of known models"),
     "lora": BenchSubject(bench_options.LoraOptions, "adapters beside a frozen base", takes_config_keys=True),
     "transformers": BenchSubject(bench_options.TransformersOptions, "transformers' steps with moefold inside"),
-    "generate": BenchSubject(bench_options.GenerateOptions, "steps of generation, beside the bytes they must read"),
+    "generate": BenchSubject(
+        bench_options.GenerateBenchOptions, "steps of generation, beside the bytes they must read"
+    ),
     "optimizer": BenchSubject(bench_options.OptimizerOptions, "Newton-Schulz and updates of AdamW"),
     "graphs": BenchSubject(bench_options.GraphsOptions, "steps as one CUDA graph, eager steps, busy time"),
     "schedules": BenchSubject(bench_options.SchedulesOptions, "pipeline schedules on one device"),

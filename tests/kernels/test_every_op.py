@@ -464,6 +464,20 @@ def plain_attention_block_backward(dy, q, k, v, lse, delta, scale, ahead, window
     return dq, dk, dv
 
 
+def plain_cached_attention(out, q, k, v, keys, values, position, begin, scale, sink=None):
+    """The slots as the positions they hold, from 0 on: what comes behind is ordinary attention of the last position."""
+    now, slots, shared = position[0], len(keys[0]), values is None
+    for b in range(len(q)):
+        keys[b][now % slots] = k[b]
+        if not shared:
+            values[b][now % slots] = v[b]
+        seen = [p % slots for p in range(max(begin[b], now - slots + 1), now + 1)]
+        k_seen = [keys[b][slot] for slot in seen]
+        v_seen = [[row[: len(out[b][0])] for row in keys[b][s]] if shared else values[b][s] for s in seen]
+        ((out[b],),) = plain_attention([[q[b]]], [k_seen], [v_seen], scale, 0, sink)
+    return [x for x in (out, q, k, v, keys, values, sink) if x is not None]
+
+
 def plain_merge_attention_block(out, lse, part, part_lse):
     def exp(x: float) -> float:
         return 0.0 if x == -math.inf else math.exp(x)
@@ -529,14 +543,14 @@ def plain_expert_bias(y, bias, offsets, gate=None):
 
 
 def plain_rope(x, angles):
-    cos, sin = (table.tolist() for table in angles)
+    cos, sin = (table.expand(len(x), -1, -1).tolist() for table in angles)
 
-    def turned(head: list[float], s: int) -> list[float]:
+    def turned(head: list[float], b: int, s: int) -> list[float]:
         half = len(head) // 2
-        turn = [complex(head[i], head[i + half]) * complex(cos[s][i], sin[s][i]) for i in range(half)]
+        turn = [complex(head[i], head[i + half]) * complex(cos[b][s][i], sin[b][s][i]) for i in range(half)]
         return [z.real for z in turn] + [z.imag for z in turn]
 
-    return [[[turned(head, s) for head in heads] for s, heads in enumerate(row)] for row in x]
+    return [[[turned(head, b, s) for head in heads] for s, heads in enumerate(row)] for b, row in enumerate(x)]
 
 
 def in_heads(flat, width):

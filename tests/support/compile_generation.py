@@ -42,7 +42,7 @@ def attention_kernels() -> Iterator[tuple[str, str]]:
 
 
 def product_kernels() -> Iterator[tuple[str, str]]:
-    types = dict.fromkeys(("x", "w0", "w1", "w2", "bias0", "y0", "y1", "y2"), BF16)
+    types: dict[str, str] = dict.fromkeys(("x", "w0", "w1", "w2", "bias0", "y0", "y1", "y2"), BF16)
     for rows in (16, 64):
         tile: dict[str, Any] = {"ROWS": rows, "COLUMNS": few_rows.COLUMNS, "DEPTH": few_rows.DEPTH}
         constants = tile | {"bias1": None, "bias2": None}

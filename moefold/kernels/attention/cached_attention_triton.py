@@ -80,11 +80,33 @@ def exp_or_zero(x, top):
 
 @triton.jit
 def cached_attention_kernel(
-    q, k, v, keys, values, position, begin_B, sink_H, out, lse,
-    scale, H, G, L, D, V, BLOCKS, P,
-    MAIN: constexpr, REST: constexpr, WIDTH: constexpr, ALL: constexpr, ROWS: constexpr, STEP: constexpr,
-    SHARED: constexpr, ALONE: constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    keys,
+    values,
+    position,
+    begin_B,
+    sink_H,
+    out,
+    lse,
+    scale,
+    H,
+    G,
+    L,
+    D,
+    V,
+    BLOCKS,
+    P,
+    MAIN: constexpr,
+    REST: constexpr,
+    WIDTH: constexpr,
+    ALL: constexpr,
+    ROWS: constexpr,
+    STEP: constexpr,
+    SHARED: constexpr,
+    ALONE: constexpr,
+):
     # prologue: the sequence, the key head, the queries, the slots
     program = tl.program_id(0)
     part = tl.program_id(1)
@@ -166,7 +188,17 @@ def cached_attention_kernel(
 
 
 @triton.jit
-def merge_parts_kernel(parts, lse, sink_H, out, H, V, P, PARTS: constexpr, WIDTH: constexpr):
+def merge_parts_kernel(
+    parts,
+    lse,
+    sink_H,
+    out,
+    H,
+    V,
+    P,
+    PARTS: constexpr,
+    WIDTH: constexpr,
+):
     """One head of a sequence: the softmax over the slots of all programs."""
     head = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)

@@ -41,8 +41,18 @@ def rows_of_expert(ends_E, expert):
 
 @triton.jit
 def few_rows_up_kernel(
-    source, gate_up, weight_R, index_R, ends_E, a, D, F, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr
-):  # fmt: skip
+    source,
+    gate_up,
+    weight_R,
+    index_R,
+    ends_E,
+    a,
+    D,
+    F,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
     """silu(gate) * up * the router's weight."""
     expert = tl.program_id(1)
     begin, end = rows_of_expert(ends_E, expert)
@@ -77,8 +87,16 @@ def few_rows_up_kernel(
 
 @triton.jit
 def few_rows_down_kernel(
-    a, down, ends_E, y, D, F, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr
-):  # fmt: skip
+    a,
+    down,
+    ends_E,
+    y,
+    D,
+    F,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
     expert = tl.program_id(1)
     begin, end = rows_of_expert(ends_E, expert)
     n = numbers_from(tl.program_id(0) * COLUMNS, COLUMNS)

@@ -49,8 +49,18 @@ def dot_rows(total, x, w):
 
 @triton.jit
 def few_rows_layer(
-    x, w, bias, y, block, T, D, N, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr
-):  # fmt: skip
+    x,
+    w,
+    bias,
+    y,
+    block,
+    T,
+    D,
+    N,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
     t = tl.arange(0, ROWS)
     n = numbers_from(block * COLUMNS, COLUMNS)
     is_row = t < T
@@ -74,10 +84,27 @@ def few_rows_layer(
 
 @triton.jit
 def few_rows_kernel(
-    x, w0, w1, w2, bias0, bias1, bias2, y0, y1, y2,
-    T, D, N0, N1, N2, END0, END1,
-    ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
-):  # fmt: skip
+    x,
+    w0,
+    w1,
+    w2,
+    bias0,
+    bias1,
+    bias2,
+    y0,
+    y1,
+    y2,
+    T,
+    D,
+    N0,
+    N1,
+    N2,
+    END0,
+    END1,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
     """END0, END1: where the programs of the first and of the second layer end."""
     program = tl.program_id(0)
     if program < END0:

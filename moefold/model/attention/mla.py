@@ -109,8 +109,9 @@ class LatentAttention(AttentionBase):
             latents = [h_TD, *latents]
         past = shard.past
         if past is not None and past.has_prompt:
-            made = self.queries_and_latents(*latents, shard)
-            y_BHV = self.attend_to_latents(*made, past)
+            query_source_T, latent_T, k_rope_T = latents
+            q, latent_BS, k_rope = self.queries_and_latents(query_source_T, latent_T, k_rope_T, shard)
+            y_BHV = self.attend_to_latents(q, latent_BS, k_rope, past)
             return self.project_out(y_BHV)
         project = self.norm_and_project_up
         projected = self.up_region(project, *latents, shard)
