@@ -237,6 +237,7 @@ RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 RARE |= {"token_losses", "decode_moment"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS | BASE_OPS
+RARE |= {"token_losses", "cached_attention"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
