@@ -67,6 +67,37 @@ LATENT: dict[str, Any] = {
     "head_dim": 8,
     "first_k_dense_replace": 1,
 }
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR_AND_FULL = ["linear_attention", "full_attention"] * 2
+FAMILY_SIZES: dict[str, dict[str, Any]] = {  # where a configuration needs more, or less
+    "bailing_hybrid": {"layer_group_size": 2},
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "diffusion_gemma": {"top_k_experts": 2},
+    "dots1": {"n_shared_experts": 1},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+    "gemma4": {"enable_moe_block": True, "top_k_experts": 2},
+    "glm4v_moe": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 0]}},
+    "glm5_next": {"qk_rope_head_dim": 0},
+    "granitemoehybrid": {"layer_types": LINEAR_AND_FULL, "mamba_n_heads": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "kimi_linear": {"layer_types": LINEAR_AND_FULL, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mistral4": {"head_dim": 16},
+    "qwen4_exp": {
+        "layer_types": LINEAR_AND_FULL,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+MODEL_ENDINGS = ("ForCausalLM", "TextModel", "DecoderModel", "Model")  # the first that a family has
 EXPERTS = re.compile(r"^@use_experts_implementation", re.MULTILINE)
 
 
@@ -107,9 +138,28 @@ def model_classes(families: Collection[str]) -> dict[str, Any]:
         is_asked = not families or path.parent.name in families
         if is_asked and EXPERTS.search(path.read_text()):
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            own = [value for name, value in vars(module).items() if name.endswith("ForCausalLM")]
-            found[path.parent.name] = next((each for each in own if each.__module__ == module.__name__), None)
+            found[path.parent.name] = language_model(module)
     return found
+
+
+def language_model(module: Any) -> Any:
+    """The class of a modeling file that has experts and reads tokens alone; None where there is none."""
+    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+    for ending in MODEL_ENDINGS:
+        for value in own:
+            is_base = value.__name__.endswith("PreTrainedModel")
+            if value.__name__.endswith(ending) and hasattr(value, "config_class") and not is_base:
+                return with_own_config(value)
+    return None
+
+
+def with_own_config(model_class: Any) -> Any:
+    """The model with the configuration of its argument: a text model inside another may name the other's."""
+    stated = model_class.__init__.__annotations__.get("config")
+    if not isinstance(stated, type) or stated is model_class.config_class:
+        return model_class
+    names = {"__module__": model_class.__module__, "config_class": stated}
+    return type(model_class.__name__, (model_class,), names)
 
 
 class TinyModels:
@@ -117,10 +167,12 @@ class TinyModels:
 
     def __init__(self, model_class: Any):
         self.config_class = model_class.config_class
+        family = model_class.__module__.split(".")[-2]
+        self.own_sizes = FAMILY_SIZES.get(family, {})
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         is_latent = "kv_lora_rank" in self.config_class().to_dict()
-        sizes = SIZES | (LATENT if is_latent else {})
+        sizes = SIZES | (LATENT if is_latent else {}) | self.own_sizes
         return self.config_class(**sizes), {"input_ids": torch.randint(1, 96, (2, 7))}
 
 
