@@ -5,7 +5,8 @@ grouped_mm: `_test_eager_matches_batched_and_grouped_inference` of tests/test_mo
     python -m tests.support.transformers_tests FOLDER [FAMILY ...]
 
 FOLDER is an unpacked source distribution of the transformers that is installed. It has the common tests but none of
-its families' files: models of these sizes take their place, one for each class of language models. A family whose
+its families' files: models of these sizes take their place, one for each family: a language model or, where it has
+none of its own, its text model. A family whose
 model cannot be made of them, or fails the test by transformers' own experts already, is named as not run.
 
 In a checkout of transformers, which has them, this file is a plug-in of pytest:
