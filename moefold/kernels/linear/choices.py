@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from moefold.kernels.choice import TILED_ROWS, Choice, Choices, hopper_bf16_runs, runs_on_cuda
+from moefold.kernels.facts import Facts
+
+
+def accumulating_products_run(facts: Facts) -> bool:
+    """Some CPUs multiply 16-bit numbers in fp32 and round the result: there is nothing to accumulate in."""
+    return runs_on_cuda(facts) or facts.dtype in ("fp32", "fp64")
+
 
 FP8_GEMM = Choice(
     "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "persistent FP8 GEMM; scales applied in registers"
@@ -12,8 +19,8 @@ CHOICES: Choices = {
     "linear": (
         Choice(
             "fused_dgrad",
-            runs_on_cuda,
-            "cuda",
+            accumulating_products_run,
+            "cuda, or fp32 or fp64",
             "GEMMs accumulate the gradient of a shared input and write weight gradients in their places",
         ),
         TILED_ROWS,

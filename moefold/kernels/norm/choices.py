@@ -34,6 +34,9 @@ CHOICES: Choices = {
         TRITON_NORM,
         Choice("torch", always_runs, "nothing", "one fused pass for the norm where torch has one"),
     ),
-    "rope": (TRITON_ROPE,),
+    "rope": (
+        TRITON_ROPE,
+        Choice("rotate_back", always_runs, "nothing", "writes both halves in place; its backward rotates back"),
+    ),
     "norm_rope": (TRITON_ROPE,),
 }

@@ -8,6 +8,8 @@ T tokens, D width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,7 +36,64 @@ def rmsnorm_triton(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
 
 @rmsnorm.register_fast("torch")
 def rmsnorm_torch(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
+    if x_TD.device.type == "cpu":  # where torch composes its norm of many ops, each with a backward of its own
+        return FewPassesRmsNorm.apply(x_TD, w_D, eps)  # pyright: ignore[reportReturnType]
     return F.rms_norm(x_TD, w_D.shape, w_D, eps)
+
+
+class InverseAndNorm(NamedTuple):
+    """One over the root mean square of each row, in fp32 or better, and the norm."""
+
+    inverse_T1: Tensor
+    y_TD: Tensor
+
+
+def norm_in_few_passes(x_TD: Tensor, w_D: Tensor, eps: float) -> InverseAndNorm:
+    wide = in_wide_type(x_TD)
+    width = len(w_D)
+    length_T1 = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse_T1 = length_T1.square_().div_(width).add_(eps).rsqrt_()
+    y_TD = wide * inverse_T1
+    y_TD.mul_(w_D)
+    return InverseAndNorm(inverse_T1, y_TD.to(x_TD.dtype))
+
+
+def norm_gradients(dy_TD: Tensor, x_TD: Tensor, w_D: Tensor, inverse_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """dx, in fp32 or better, and dw. With p = dy x they are sums of p along rows and columns: two products with a
+    vector, and dx = r w dy - x r^3 (p w) / D with r one over the root mean square."""
+    wide_x = in_wide_type(x_TD).reshape(-1, len(w_D))
+    wide_dy = in_wide_type(dy_TD).reshape(wide_x.shape)
+    wide_w = w_D.to(wide_x.dtype)
+    inverse_T = inverse_T1.flatten()
+    p_TD = wide_dy * wide_x
+    dw_D = inverse_T @ p_TD
+    share_T = p_TD @ wide_w
+    share_T.mul_(inverse_T.pow(3)).div_(-len(w_D))
+    dx_TD = torch.mul(wide_dy, wide_w, out=p_TD)
+    dx_TD.mul_(inverse_T[:, None])
+    dx_TD.addcmul_(wide_x, share_T[:, None])
+    return dx_TD.view(x_TD.shape), dw_D.to(w_D.dtype)
+
+
+def in_wide_type(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide)
+
+
+class FewPassesRmsNorm(torch.autograd.Function):
+    """Saves the input and one over its root mean square."""
+
+    @staticmethod
+    def forward(ctx, x_TD, w_D, eps):
+        inverse_T1, y_TD = norm_in_few_passes(x_TD, w_D, eps)
+        ctx.save_for_backward(x_TD, w_D, inverse_T1)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x_TD, w_D, inverse_T1 = ctx.saved_tensors
+        dx_TD, dw_D = norm_gradients(gradients[0], x_TD, w_D, inverse_T1)
+        return dx_TD.to(x_TD.dtype), dw_D, None
 
 
 class RmsNormFunction(torch.autograd.Function):
@@ -102,6 +161,8 @@ def add_rmsnorm_triton(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: 
 
 @add_rmsnorm.register_fast("torch")
 def add_rmsnorm_torch(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: float) -> SumAndNorms:
+    if x_TD.device.type == "cpu":
+        return FewPassesAddRmsNorm.apply(x_TD, added_TD, w_D, eps)  # pyright: ignore[reportReturnType]
     s_TD = add_unless_none(x_TD, added_TD)
     h_TD = F.rms_norm(s_TD, w_D.shape, w_D, eps)
     return s_TD, h_TD, h_TD
@@ -134,6 +195,34 @@ class AddRmsNormFunction(torch.autograd.Function):
             weight = ctx.weight
             found = norm_triton.rmsnorm_backward(dh_TD, also_TD, s_TD, weight, inverse_T, ds_TD)
             ds_TD, dw_D = found
+        d_added_TD = ds_TD if ctx.adds else None
+        return ds_TD, d_added_TD, dw_D, None
+
+
+class FewPassesAddRmsNorm(torch.autograd.Function):
+    """The same in torch's own ops."""
+
+    @staticmethod
+    def forward(ctx, x_TD, added_TD, w_D, eps):
+        s_TD = x_TD.view_as(x_TD) if added_TD is None else x_TD + added_TD
+        inverse_T1, h_TD = norm_in_few_passes(s_TD, w_D, eps)
+        ctx.save_for_backward(s_TD, w_D, inverse_T1)
+        ctx.adds = added_TD is not None
+        ctx.set_materialize_grads(False)
+        return s_TD, h_TD, h_TD.view_as(h_TD)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ds_TD, *of_norm = gradients
+        found = [dh_TD for dh_TD in of_norm if dh_TD is not None]
+        dw_D = None
+        if found:
+            dh_TD = found[0] if len(found) == 1 else found[0] + found[1]
+            s_TD, w_D, inverse_T1 = ctx.saved_tensors
+            through_TD, dw_D = norm_gradients(dh_TD, s_TD, w_D, inverse_T1)
+            if ds_TD is not None:
+                through_TD.add_(ds_TD)
+            ds_TD = through_TD.to(s_TD.dtype)
         d_added_TD = ds_TD if ctx.adds else None
         return ds_TD, d_added_TD, dw_D, None
 

@@ -62,6 +62,41 @@ class RopeFunction(torch.autograd.Function):
         return dx_BSHD, None
 
 
+@rope.register_fast("rotate_back")
+def rope_rotate_back(x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
+    return RotateFunction.apply(x_BSHD, angles)  # pyright: ignore[reportReturnType]
+
+
+class RotateFunction(torch.autograd.Function):
+    """The gradient is rotated back, by the opposite angles. Only the angles are saved."""
+
+    @staticmethod
+    def forward(ctx, x_BSHD, angles):
+        ctx.angles = angles
+        return rotate_in_place_of_halves(x_BSHD, angles, 1)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        dx_BSHD = rotate_in_place_of_halves(gradients[0], ctx.angles, -1)
+        return dx_BSHD, None
+
+
+def rotate_in_place_of_halves(x_BSHD: Tensor, angles: RopeAngles, sign: int) -> Tensor:
+    """Both halves are written where they belong, in two passes each."""
+    cos = angles.cos_Sd.unsqueeze(-2)
+    sin = angles.sin_Sd.unsqueeze(-2)
+    dtype = torch.promote_types(x_BSHD.dtype, cos.dtype)
+    wide = x_BSHD.to(dtype)
+    rotated = torch.empty_like(wide, memory_format=torch.contiguous_format)
+    a, b = wide.chunk(2, dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    torch.mul(a, cos, out=first)
+    first.addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=second)
+    second.addcmul_(a, sin, value=sign)
+    return rotated.to(x_BSHD.dtype)
+
+
 ROPE_CASE_SIZES = [  # B, S, H, D
     (1, 1, 1, 2),
     (2, 7, 3, 16),

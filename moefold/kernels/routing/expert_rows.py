@@ -181,11 +181,20 @@ def move_rows(x: Tensor, rows: RowLinks, move: RowMove) -> Tensor:
 
 
 def plain_gather(source_ND: Tensor, rows: RowLinks) -> Tensor:
-    return gather_rows.reference(source_ND, *rows)
+    if rows.holes:
+        return gather_rows.reference(source_ND, *rows)
+    return source_ND.index_select(0, rows.index_R)  # copies whole rows
 
 
 def plain_sum(y_RD: Tensor, rows: RowLinks) -> Tensor:
-    return sum_rows.reference(y_RD, *rows)
+    if rows.holes or not sums_in_bags(y_RD):
+        return sum_rows.reference(y_RD, *rows)
+    return F.embedding_bag(rows.slots_NK, y_RD, mode="sum")  # reads each row once, writes each sum once
+
+
+def sums_in_bags(y_RD: Tensor) -> bool:
+    """Whether torch's sums of chosen rows are sums in the rows' own type; elsewhere they would be rounded."""
+    return y_RD.device.type == "cpu" and y_RD.dtype in (torch.float32, torch.float64)
 
 
 def gather_in_one_pass(source_ND: Tensor, rows: RowLinks) -> Tensor:
