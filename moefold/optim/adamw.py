@@ -18,6 +18,7 @@ from moefold.kernels.optimizer.adamw import adamw, adamw_fused
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.kernels.optimizer.block_moments import decode_moment
+from moefold.layout.tape_entries import one_entry
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
 from moefold.optim.host_states import (
     Chunk,
@@ -66,6 +67,8 @@ class AdamW:
         self.adamw = kernels[adamw]
         self.adamw_blocks = kernels[adamw_blocks]
         self.decode_moment = kernels[decode_moment]
+        self.adamw = one_entry(kernels[adamw])
+        self.adamw_blocks = one_entry(kernels[adamw_blocks])
         self.states_on_host = optim.states == "host"
         self.updates_on_host = optim.update == "host"
         self.window_gib = optim.states_window_gib

@@ -17,6 +17,7 @@ from torch import Tensor
 from moefold.kernels.linear.matmul import matmul, plain_product, tiled_product
 from moefold.kernels.linear.product import widened
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
+from moefold.layout.tape_entries import one_entry
 
 MultiplyRows = Callable[[Tensor, Tensor], Tensor]
 LONGEST_SUM = 4096  # products that a CPU adds up in one sum
@@ -92,8 +93,37 @@ def multiply_in_parts(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    if a.device.type == "cpu" and not torch.is_grad_enabled():
+        return multiply_one_by_one(a, b, ends_E)
     product = F.grouped_mm(widened(a), widened(b), offs=ends_E)
     return product.to(a.dtype)
+
+
+def multiply_one_by_one(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    """On a CPU grouped_mm multiplies expert by expert too; here each product is written in its place."""
+    wide_a = widened(a)
+    wide_b = widened(b)
+    outputs = b.shape[-1]
+    rows = len(a)
+    shape = (len(ends_E), rows, outputs) if b.dim() == 2 else (rows, outputs)
+    product = wide_a.new_empty(shape)
+    multiply_into(product, wide_a, wide_b, ends_E)
+    return product.to(a.dtype)
+
+
+@one_entry
+def multiply_into(product: Tensor, a: Tensor, b: Tensor, ends_E: Tensor) -> None:
+    """Rows of a (R, K) by each expert's matrix of b (E, K, N), or columns of a (M, R) by rows of b (R, N)."""
+    sums_rows = b.dim() == 2
+    begin = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        if sums_rows:
+            torch.mm(a[:, begin:end], b[begin:end], out=product[expert])
+        elif end > begin:
+            torch.mm(a[begin:end], b[expert], out=product[begin:end])
+        begin = end
+    if not sums_rows:
+        product[begin:].zero_()
 
 
 @register_op
