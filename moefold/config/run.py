@@ -521,6 +521,10 @@ class MemoryConfig:
         "whole: the step is one CUDA graph, captured once and replayed; static: attention, router, dense MLP and "
         "shared experts are graphs, the rest is launched anew, on any number of ranks; none: every kernel is",
     )
+    tape: bool = key(
+        True,
+        "on a CPU, record the ops of a step once and replay them, where nothing stands in the way; bits stay the same",
+    )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,11 @@ import torch
 from torch import Tensor
 
 from moefold.config.errors import RunFailure
+from moefold.config.run import Config
+from moefold.config.tape_obstacles import tape_obstacles
 from moefold.data.loader import Batch
+from moefold.layout.axes import World
+from moefold.memory.tape import TapeRecorder
 
 WARM_UP_STEPS = 3  # the first makes what is made once, such as FP8 copies of weights that later steps rewrite
 OBSTACLES_HINT = ", and see `moefold explain` for what stands in the way"
@@ -32,7 +36,7 @@ BatchForm = list[TensorForm]
 T = TypeVar("T")
 Replay = Callable[[], None]
 Work = Callable[[], T]
-Recorded = tuple[T, Replay]
+Recorded = tuple[T, Replay | None]  # None: the work has run, and cannot be replayed
 NamedTensors = dict[str, Tensor]
 
 
@@ -214,13 +218,14 @@ class StepGraph(Generic[T]):
         self.inputs: StaticBatch | None = None
         self.captured: Captured[T] | None = None
         self.eager_steps = 0
+        self.stays_eager = False  # since a step could not be recorded
 
     def fits(self, batch: Batch) -> bool:
         return self.form == form_of_batch(batch)
 
     def captures_next(self, batch: Batch) -> bool:
         """Whether the step on this batch will be captured."""
-        if self.captured is not None:
+        if self.captured is not None or self.stays_eager:
             return False
         is_warm = self.eager_steps >= self.warm_up_steps
         return is_warm and self.fits(batch)
@@ -243,20 +248,27 @@ class StepGraph(Generic[T]):
         assert self.inputs is not None
         self.inputs.fill(batch)
         compute_static = partial(compute, self.inputs.batch)
-        if self.eager_steps < self.warm_up_steps:
+        if self.stays_eager or self.eager_steps < self.warm_up_steps:
             self.eager_steps += 1
             outputs = self.recorder.run(compute_static)
             return Taken(outputs, False)
         if self.captured is None:
             outputs, replay = self.recorder.record(compute_static)
+            if replay is None:
+                self.stays_eager = True
+                return Taken(outputs, False)
             self.captured = Captured(outputs, replay)
         self.captured.replay()
         return Taken(self.captured.outputs, True)
 
 
-def make_step_graph(graphs: str, device: torch.device) -> StepGraph[Any] | None:
-    """The graph of a run by `memory.graphs`, if it has one of the whole step."""
-    if graphs != "whole":
-        return None
-    recorder = CudaRecorder(device)
-    return StepGraph(recorder)
+def make_step_graph(config: Config, world: World) -> StepGraph[Any] | None:
+    """The graph of a run by `memory.graphs`, if it has one of the whole step, or on a CPU its tape."""
+    device = world.device
+    if config.memory.graphs == "whole":
+        recorder = CudaRecorder(device)
+        return StepGraph(recorder)
+    if device.type == "cpu" and not tape_obstacles(config, world.size):
+        recorder = TapeRecorder()
+        return StepGraph(recorder)
+    return None

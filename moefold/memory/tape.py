@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,13 +27,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moefold.config.errors import RunFailure
 from moefold.layout.tape_entries import OPEN_TAPES, WritingFunction
 
 T = TypeVar("T")
 Replay = Callable[[], None]
 ALIGNMENT = 64  # bytes
+MOST_MEMORIES = 5000  # of a step
 HOST_READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::lift_fresh"}
+INDEXED = {"aten::index.Tensor", "aten::index_put", "aten::index_put_"}  # by flags: as many rows as flags are set
 WITHOUT_VALUES = {
     "aten::empty.memory_format",
     "aten::empty_like",
@@ -40,6 +42,7 @@ WITHOUT_VALUES = {
     "aten::empty_strided",
     "aten::new_empty_strided",
 }
+OF_SHAPES = {"aten::squeeze_", "aten::squeeze_.dim", "aten::unsqueeze_", "aten::t_", "aten::transpose_"}
 COUNTS_CHANGES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # of tensors; a replay counts none
 
 
@@ -58,7 +61,7 @@ class Memory:
     """Memory that was allocated in the recording. `weak`: torch's weak reference to it."""
 
     size: int
-    weak: int
+    weak: Any
     first: int  # the calls that write it first and use it last
     last: int
 
@@ -78,10 +81,26 @@ class Tape(TorchDispatchMode):
         self.calls: list[Call] = []
         self.memories: list[Memory] = []
         self.number_of: dict[int, int] = {}  # by torch's address of a storage
+        self.obstacle = ""  # why the step cannot be replayed; it goes on
+        self.is_whole = False  # inside a function that is one entry
+        self.thread = get_ident()
+
+    def stop(self, obstacle: str) -> None:
+        """End the recording; the step goes on."""
+        self.obstacle = obstacle
+        self.calls = []
+
+    def note_list(self) -> None:
+        """A tensor becomes a list, which is no op: this thread's step depends on values."""
+        if get_ident() == self.thread and not self.is_whole:
+            self.stop("a list of a tensor's values is read on the host")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        refuse_host_reads(func, args)
+        if self.obstacle:
+            return func(*args, **kwargs)
+        if reads_on_host(func, args):
+            self.stop(f"{func.name()} reads a value on the host")
         given = storages_in((args, kwargs))
         results = func(*args, **kwargs)
         made, _ = tree_flatten(results)
@@ -89,7 +108,7 @@ class Tape(TorchDispatchMode):
         fresh = [x for x in tensors if address_of(x) not in given]
         for x in fresh:
             self.note_memory(x)
-        if func.name() in WITHOUT_VALUES:
+        if func.name() in WITHOUT_VALUES | OF_SHAPES:
             return results
         if func._schema.is_mutable:
             self.note_call(func, (args, kwargs))
@@ -123,6 +142,8 @@ class Tape(TorchDispatchMode):
         address = storage._cdata
         number = len(self.memories)
         self.number_of[address] = number
+        if number == MOST_MEMORIES:
+            self.stop("too many ops: a step of so many is not bound by the host")
         now = len(self.calls)
         memory = Memory(storage.nbytes(), storage._weak_ref(), now, now)
         self.memories.append(memory)
@@ -133,22 +154,21 @@ class Tape(TorchDispatchMode):
         if number is None:
             return x.detach()
         self.memories[number].last = len(self.calls)
-        return Place(number, x.storage_offset(), x.shape, x.stride(), x.dtype)
+        return Place(number, int(x.storage_offset()), x.shape, x.stride(), x.dtype)
 
     def call_whole(self, function: WritingFunction, args: tuple[Any, ...]) -> None:
         with _disable_current_modes(), torch.no_grad():
             self.note_call(function, (args, {}))
+            self.is_whole = True
             function(*args)
+            self.is_whole = False
 
 
-def refuse_host_reads(func: Any, args: Any) -> None:
+def reads_on_host(func: Any, args: Any) -> bool:
     name = func.name()
-    by_flags = name in ("aten::index.Tensor", "aten::index_put_") and any_flags(args[1])
-    if name in HOST_READS or by_flags:
-        raise RunFailure(
-            f"memory.graphs = whole: the step could not be recorded: {name} reads a value on the host; set "
-            "memory.graphs to none"
-        )
+    if name in INDEXED:
+        return any_flags(args[1])
+    return name in HOST_READS
 
 
 def any_flags(indices: Sequence[Tensor | None]) -> bool:
@@ -301,11 +321,13 @@ class TapeRecorder:
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
-    def record(self, work: Callable[[], T]) -> tuple[T, Replay]:
+    def record(self, work: Callable[[], T]) -> tuple[T, Replay | None]:
         tape = Tape()
         with open_tape(tape):
             result = work()
         plan = Plan(tape)
+        if tape.obstacle:
+            return result, None
         has_run = True
 
         def replay() -> None:
@@ -319,9 +341,18 @@ class TapeRecorder:
 
 @contextmanager
 def open_tape(tape: Tape) -> Iterator[None]:
+    """Record ops, and notice where lists are made of tensors."""
+    read_list = Tensor.tolist
+
+    def noticed_list(x: Tensor) -> Any:
+        tape.note_list()
+        return read_list(x)
+
     OPEN_TAPES.append(tape)
+    Tensor.tolist = noticed_list  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with tape:
             yield
     finally:
+        Tensor.tolist = read_list
         OPEN_TAPES.pop()

@@ -192,7 +192,7 @@ def assemble_run(
         skipped_text=text.skipped,
         dispatcher_reason=dispatcher_reason,
         pace=StepScalars([[1.0]], world.device),
-        graph=make_step_graph(config.memory.graphs, world.device),
+        graph=make_step_graph(config, world),
         static_graphs=static_graphs,
         spikes=spikes,
         reference=make_reference(config, reading),

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moefold.layout.tape_entries import OPEN_TAPES
 from tests.support.host_waits import MASKED, WAITS
 
 T = TypeVar("T")
@@ -37,6 +38,16 @@ class Tape(TorchDispatchMode):
         if func.name() not in WITHOUT_VALUES:
             self.calls.append((func, args, kwargs, outputs))
         return outputs
+
+    def call_whole(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """A function that writes to its arguments, as one entry of the tape: one kernel on a GPU, and on a CPU a
+        composition that reads numbers on the host."""
+        read_list = torch.Tensor.tolist
+        torch.Tensor.tolist = LIST  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            function(*args)
+        torch.Tensor.tolist = read_list
+        self.calls.append((function, args, {}, None))
 
     def replay(self) -> None:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(COUNTS_CHANGES):
@@ -73,7 +84,6 @@ class TapeRecorder:
 
     def __init__(self) -> None:
         self.recordings = 0
-        self.tape: Tape | None = None
 
     def with_own_pool(self) -> TapeRecorder:
         return self  # nothing on a tape shares memory
@@ -83,15 +93,16 @@ class TapeRecorder:
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         self.recordings += 1
-        self.tape = tape = Tape()
+        tape = Tape()
         read_list = torch.Tensor.tolist
         torch.Tensor.tolist = list_for_others()  # pyright: ignore[reportAttributeAccessIssue]
+        OPEN_TAPES.append(tape)
         try:
             with tape:
                 result = work()
         finally:
             torch.Tensor.tolist = read_list
-            self.tape = None
+            OPEN_TAPES.pop()
         has_run = True
 
         def replay() -> None:
@@ -101,24 +112,6 @@ class TapeRecorder:
             has_run = False
 
         return result, replay
-
-    def one_kernel(self, function: Callable[..., None]) -> Callable[..., None]:
-        """A function that writes to its arguments, as one entry of the tape: one kernel on a GPU, and on a CPU a
-        composition that reads numbers on the host."""
-
-        def call(*args: Any) -> None:
-            if self.tape is None:
-                function(*args)
-                return
-            tape = self.tape
-            read_list = torch.Tensor.tolist
-            torch.Tensor.tolist = LIST  # pyright: ignore[reportAttributeAccessIssue]
-            with torch.utils._python_dispatch._disable_current_modes():
-                function(*args)
-            torch.Tensor.tolist = read_list
-            tape.calls.append((function, args, {}, None))
-
-        return call
 
 
 LIST = torch.Tensor.tolist

@@ -66,8 +66,8 @@ def norm_gradients(dy_TD: Tensor, x_TD: Tensor, w_D: Tensor, inverse_T1: Tensor)
     wide_w = w_D.to(wide_x.dtype)
     inverse_T = inverse_T1.flatten()
     p_TD = wide_dy * wide_x
-    dw_D = inverse_T @ p_TD
-    share_T = p_TD @ wide_w
+    dw_D = torch.mv(p_TD.T, inverse_T)
+    share_T = torch.mv(p_TD, wide_w)
     share_T.mul_(inverse_T.pow(3)).div_(-len(w_D))
     dx_TD = torch.mul(wide_dy, wide_w, out=p_TD)
     dx_TD.mul_(inverse_T[:, None])

@@ -1,0 +1,28 @@
+"""What stands in the way of a tape: a step on a CPU that is recorded once and replayed (memory/tape.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import RULES
+from moefold.config.run import Config
+
+GRAPHS = "memory.graphs"
+OF_A_GPU = "a whole graph is of bf16 on a GPU"
+
+
+def tape_obstacles(config: Config, ranks: int) -> list[str]:
+    """Why steps of this configuration are not recorded on a CPU. A tape is the graph of a whole step, so that rules of
+    the one, but for the device, are rules of the other."""
+    obstacles: list[str] = []
+    if not config.memory.tape:
+        obstacles.append("memory.tape = false")
+    if config.observe.fault:
+        obstacles.append("observe.fault: what is done to a step on purpose is not recorded")
+    memory = replace(config.memory, graphs="whole")
+    case = ConfigOnRanks(replace(config, memory=memory), ranks)
+    for rule in RULES:
+        if GRAPHS in rule.reads and rule.name != OF_A_GPU and not rule.holds(case):
+            obstacles.append(rule.says(case))
+    return obstacles
