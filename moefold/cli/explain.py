@@ -31,6 +31,7 @@ from moefold.anatomy.step_specs import (
     mtp_step_specs,
     predict_step,
 )
+from moefold.anatomy.tape_obstacles import tape_obstacles
 from moefold.anatomy.update_groups import frozen_parameters, trainable_weights, update_groups
 from moefold.bench.report import show_report
 from moefold.config.memory_regions import entries_of_expert_weights, ranges_in_words
@@ -90,6 +91,9 @@ FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
 MIB = 2**20
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
+TAPED = (
+    "a tape: the ops of the fourth step are recorded, and replayed in later ones unless one reads values on the host"
+)
 CAPTURED = "forward, backward, clipping and update of all microbatches, captured after some eager steps"
 EAGER = "validation, samples, profiled steps, steps that record FP8 operands"
 STATIC_EAGER = "all other steps, clipping, update, validation, samples, profiled steps"
@@ -308,6 +312,8 @@ def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[s
     if graphs == "static":
         described |= {"captured": captured_steps_in_words(config.model), "eager": STATIC_EAGER}
     described["in_the_way"] = obstacles_to_whole_graph(config, ranks, facts, kernels)
+    if facts.device == "cpu":
+        described["in_the_way_of_a_tape"] = tape_obstacles(config, ranks)
     return described
 
 
@@ -570,8 +576,7 @@ def print_explanation(explanation: Description) -> None:
         print_memory(explanation["memory"], console)
     if explanation["stash"]:
         print_stash(explanation["stash"], console)
-    if explanation["facts"]["device"] == "cuda":
-        print_graphs(explanation["graphs"], console)
+    print_graphs(explanation["graphs"], console)
     console.print(step_table(explanation["layers"]))
     print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
@@ -636,6 +641,11 @@ def print_stash(stash: Description, console: Console) -> None:
 
 
 def print_graphs(graphs: Description, console: Console) -> None:
+    if "in_the_way_of_a_tape" in graphs:
+        obstacles = "; ".join(graphs["in_the_way_of_a_tape"])
+        text = f"no tape of the step: {obstacles}" if obstacles else TAPED
+        console.print(escape(text))
+        return
     in_the_way = "; ".join(graphs["in_the_way"])
     if graphs["graphs"] == "static":
         text = f"CUDA graphs of steps: {graphs['captured']}; eager: {graphs['eager']}"

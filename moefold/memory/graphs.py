@@ -21,9 +21,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from moefold.anatomy.tape_obstacles import tape_obstacles
 from moefold.config.errors import RunFailure
 from moefold.config.run import Config
-from moefold.config.tape_obstacles import tape_obstacles
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
 from moefold.memory.tape import TapeRecorder

@@ -488,6 +488,9 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
     assert without["graphs"] == "none"
     assert "kernel adamw = reference reads values on the host" in without["in_the_way"]
     assert any("pipeline.pair = true" in reason for reason in without["in_the_way"])
+    on_cpu = ["--train.device", "cpu"]
+    assert explained("tiny", *on_cpu)["graphs"]["in_the_way_of_a_tape"] == []
+    assert explained("tiny", *on_cpu, "--memory.tape", "false")["graphs"]["in_the_way_of_a_tape"]
     words = [*on_gpu, "--nproc", "2", "--parallel.ep", "2", "--parallel.dispatcher", "all_gather"]
     assert any(
         "parallel.ep = 2 is in the way" in reason for reason in explained("tiny", *words)["graphs"]["in_the_way"]

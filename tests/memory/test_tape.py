@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.tape_obstacles import tape_obstacles
+from moefold.anatomy.tape_obstacles import tape_obstacles
 from moefold.layout.axes import single_rank_world
 from moefold.layout.tape_entries import one_entry
 from moefold.memory.graphs import StepGraph
@@ -43,7 +43,8 @@ def test_replays_give_the_bits_of_ordinary_steps(variant: str):
     plain, taped = assembled(VARIANTS[variant], tape=False), assembled(VARIANTS[variant], tape=True)
     assert plain.graph is None
     assert steps_agree(plain, taped, STEPS)
-    assert taped.graph is not None and taped.graph.captured is not None
+    assert taped.graph is not None
+    assert taped.graph.captured is not None
     assert same_state(plain, taped)
 
 
@@ -76,7 +77,8 @@ def test_a_function_that_is_one_entry_may_read_values():
         return total
 
     _, replay = recorded(work)
-    assert replay is not None and total == 6
+    assert replay is not None
+    assert total == 6
     replay()
     x.neg_()
     replay()
@@ -92,15 +94,18 @@ def test_work_that_reads_values_runs_and_is_not_replayed(reads: str):
         return x + 1
 
     result, replay = recorded(work)
-    assert replay is None and result == 2
+    assert replay is None
+    assert result == 2
 
 
 def test_a_run_whose_step_reads_values_goes_on_without_a_tape():
     forced = "--kernels.force grouped_gemm=reference,grouped_gemm_weight=reference"
     plain, taped = assembled(forced, tape=False), assembled(forced, tape=True)
     assert steps_agree(plain, taped, STEPS)
-    assert taped.graph is not None and taped.graph.captured is None
-    assert isinstance(taped.graph, StepGraph) and taped.graph.stays_eager
+    assert taped.graph is not None
+    assert taped.graph.captured is None
+    assert isinstance(taped.graph, StepGraph)
+    assert taped.graph.stays_eager
 
 
 def test_memory_is_shared_by_what_is_not_alive_at_the_same_time():

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from moefold.layout.tape_entries import OPEN_TAPES
@@ -44,7 +44,7 @@ class Tape(TorchDispatchMode):
         composition that reads numbers on the host."""
         read_list = torch.Tensor.tolist
         torch.Tensor.tolist = LIST  # pyright: ignore[reportAttributeAccessIssue]
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.no_grad():
             function(*args)
         torch.Tensor.tolist = read_list
         self.calls.append((function, args, {}, None))

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefold.kernels.linear.matmul import matmul, plain_product, tiled_product
 from moefold.kernels.linear.product import widened
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
-from moefold.layout.tape_entries import one_entry
+from moefold.layout.tape_entries import OPEN_TAPES
 
 MultiplyRows = Callable[[Tensor, Tensor], Tensor]
 LONGEST_SUM = 4096  # products that a CPU adds up in one sum
@@ -107,11 +107,15 @@ def multiply_one_by_one(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     rows = len(a)
     shape = (len(ends_E), rows, outputs) if b.dim() == 2 else (rows, outputs)
     product = wide_a.new_empty(shape)
-    multiply_into(product, wide_a, wide_b, ends_E)
+    operands = (product, wide_a, wide_b, ends_E)
+    if OPEN_TAPES:
+        tape = OPEN_TAPES[-1]
+        tape.call_whole(multiply_into, operands)
+    else:
+        multiply_into(*operands)
     return product.to(a.dtype)
 
 
-@one_entry
 def multiply_into(product: Tensor, a: Tensor, b: Tensor, ends_E: Tensor) -> None:
     """Rows of a (R, K) by each expert's matrix of b (E, K, N), or columns of a (M, R) by rows of b (R, N)."""
     sums_rows = b.dim() == 2

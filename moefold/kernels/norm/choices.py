@@ -28,11 +28,16 @@ TRITON_ROPE = Choice(
 CHOICES: Choices = {
     "rmsnorm": (
         TRITON_NORM,
-        Choice("torch", always_runs, "nothing", "one fused pass where torch has one"),
+        Choice("torch", always_runs, "nothing", "one fused pass where torch has one; on a CPU few passes each way"),
     ),
     "add_rmsnorm": (
         TRITON_NORM,
-        Choice("torch", always_runs, "nothing", "one fused pass for the norm where torch has one"),
+        Choice(
+            "torch",
+            always_runs,
+            "nothing",
+            "one fused norm where torch has one; on a CPU few passes each way",
+        ),
     ),
     "rope": (
         TRITON_ROPE,
