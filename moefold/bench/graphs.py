@@ -145,7 +145,7 @@ def time_case(run: Run, case: GraphCase, steps: int) -> GraphTiming:
     with collect_garbage_manually():
         eager = milliseconds_of_steps(take_step, steps)
         busy = busy_milliseconds(run, take_step)
-        run.graph = make_step_graph(run.config.memory.graphs, run.world.device)
+        run.graph = make_step_graph(run.config, run.world)
         run.static_graphs = graphs
         torch.cuda.reset_peak_memory_stats()
         graph = milliseconds_of_steps(take_step, steps)

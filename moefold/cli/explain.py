@@ -312,7 +312,7 @@ def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[s
     if graphs == "static":
         described |= {"captured": captured_steps_in_words(config.model), "eager": STATIC_EAGER}
     described["in_the_way"] = obstacles_to_whole_graph(config, ranks, facts, kernels)
-    if facts.device == "cpu":
+    if facts.device == "cpu" and config.memory.tape:
         described["in_the_way_of_a_tape"] = tape_obstacles(config, ranks)
     return described
 

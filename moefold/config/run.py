@@ -522,7 +522,7 @@ class MemoryConfig:
         "shared experts are graphs, the rest is launched anew, on any number of ranks; none: every kernel is",
     )
     tape: bool = key(
-        True,
+        False,
         "on a CPU, record the ops of a step once and replay them, where nothing stands in the way; bits stay the same",
     )
 

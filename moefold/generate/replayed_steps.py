@@ -21,7 +21,7 @@ from moefold.comm.host_copies import ToHost
 from moefold.config.errors import RunFailure
 from moefold.generate.next_logits import CachedLogits
 from moefold.generate.sampling import Draws, listed_tokens
-from moefold.memory.graphs import Recorder, Replay
+from moefold.memory.graphs import Recorder, Replay, record_for_replay
 
 READ_TOGETHER = 8  # steps
 LEAST_REPLAYS = 8  # for which a recording is worth its time
@@ -72,7 +72,7 @@ def recorded_step(step: DecodeStep, recorder: Recorder) -> Replay:
     """The replay of a step; or the step itself where it cannot be recorded, such as with experts that the host
     counts rows for."""
     try:
-        _, replay = recorder.record(step.take)
+        _, replay = record_for_replay(recorder, step.take)
     except RunFailure:
         return step.take
     return replay

@@ -80,6 +80,14 @@ class CudaRecorder:
         return result, graph.replay
 
 
+def record_for_replay(recorder: Recorder, work: Work[T]) -> tuple[T, Replay]:
+    """The result of work, and its replay."""
+    result, replay = recorder.record(work)
+    if replay is None:
+        raise RunFailure("work that must be replayed reads values on the host, so that it cannot be recorded")
+    return result, replay
+
+
 class PoolRecorder(CudaRecorder):
     """CUDA graphs that share one pool of memory, captured while work runs: on the stream of `run`, without a wait for
     the device. What one of them needs while it runs may lie where a later one keeps its results, so they are replayed

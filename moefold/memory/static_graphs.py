@@ -47,7 +47,7 @@ from moefold.layout.deferred_wgrad import (
 )
 from moefold.layout.gradient_sink import FixedSum, sink_of, underlying_parameter
 from moefold.layout.weight_copies import CopyUses, noting_copies
-from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, Recorder, Replay, Work
+from moefold.memory.graphs import WARM_UP_STEPS, PooledRecorder, PoolRecorder, Recorder, Replay, Work, record_for_replay
 from moefold.memory.offload import OffloadingSteps
 from moefold.memory.recompute import noting_calls
 from moefold.memory.stash import StashingSteps
@@ -234,7 +234,7 @@ class GraphMemory:
         renew_copies(self.copies)
         copies: CopyUses = {}
         with noting_copies(copies):
-            result, replay = recorder.record(work)
+            result, replay = record_for_replay(recorder, work)
         for use in copies.values():
             use.hold_in_place()
         return CapturedWork(result, partial(replay_with_copies, copies, replay))
@@ -312,7 +312,7 @@ class BackwardGraph:
         """Add the weight gradients that wait to their sums."""
         has_sums = tuple(total.holds_sum() for total in self.sums)
         if has_sums not in self.weight_graphs:
-            _, replay = recorder.record(self.add_weight_gradients)
+            _, replay = record_for_replay(recorder, self.add_weight_gradients)
             self.weight_graphs[has_sums] = replay
         replay = self.weight_graphs[has_sums]
         replay()

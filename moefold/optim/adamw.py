@@ -64,11 +64,9 @@ class AdamW:
         stochastic = optim.rounding == "stochastic"
         self.options = AdamWOptions(beta1, beta2, eps, decay, stochastic)
         self.moments = moment_types(optim)
-        self.adamw = kernels[adamw]
-        self.adamw_blocks = kernels[adamw_blocks]
-        self.decode_moment = kernels[decode_moment]
         self.adamw = one_entry(kernels[adamw])
         self.adamw_blocks = one_entry(kernels[adamw_blocks])
+        self.decode_moment = kernels[decode_moment]
         self.states_on_host = optim.states == "host"
         self.updates_on_host = optim.update == "host"
         self.window_gib = optim.states_window_gib

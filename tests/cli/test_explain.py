@@ -236,8 +236,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
-RARE |= {"token_losses", "decode_moment"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS | BASE_OPS
-RARE |= {"token_losses", "cached_attention"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS
+RARE |= {"token_losses", "decode_moment", "cached_attention"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS | BASE_OPS
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
@@ -489,8 +488,10 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
     assert "kernel adamw = reference reads values on the host" in without["in_the_way"]
     assert any("pipeline.pair = true" in reason for reason in without["in_the_way"])
     on_cpu = ["--train.device", "cpu"]
-    assert explained("tiny", *on_cpu)["graphs"]["in_the_way_of_a_tape"] == []
-    assert explained("tiny", *on_cpu, "--memory.tape", "false")["graphs"]["in_the_way_of_a_tape"]
+    taped = [*on_cpu, "--memory.tape", "true"]
+    assert explained("tiny", *taped)["graphs"]["in_the_way_of_a_tape"] == []
+    assert explained("tiny", *taped, "--pipeline.pair", "true")["graphs"]["in_the_way_of_a_tape"]
+    assert "in_the_way_of_a_tape" not in explained("tiny", *on_cpu)["graphs"]
     words = [*on_gpu, "--nproc", "2", "--parallel.ep", "2", "--parallel.dispatcher", "all_gather"]
     assert any(
         "parallel.ep = 2 is in the way" in reason for reason in explained("tiny", *words)["graphs"]["in_the_way"]

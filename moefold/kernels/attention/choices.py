@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, known_times
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS
-from moefold.kernels.choice import Choice, Choices, always_runs, invariant_choice
-from moefold.kernels.facts import Facts
 from moefold.kernels.choice import Choice, Choices, always_runs, invariant_choice, triton_computes
-from moefold.kernels.facts import AttentionShape, Facts
+from moefold.kernels.facts import Facts
 
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs whose blocks may have 160 KiB of shared memory
 DETERMINISTIC_HEAD_DIMS = (16, 32, 64, 128)

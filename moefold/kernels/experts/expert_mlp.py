@@ -34,8 +34,8 @@ from moefold.kernels.experts.expert_mlp_adapted import (
 from moefold.kernels.experts.frozen_weights import HoldsExperts
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
-from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.linear.few_rows import has_few_rows
+from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
@@ -126,16 +126,12 @@ def expert_mlp_gluon(
         return expert_mlp.reference(*inputs, holes, parts)
     if parts.are_frozen:
         return adapted_mlp(*inputs, parts)
-    return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
-
-
-def adapted_mlp(
     if has_few_rows(source_ND):
         return run_few_rows(*inputs)
     return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
 
 
-def run_few_rows(
+def adapted_mlp(
     source_ND: Tensor,
     gate_up_E2FD: Tensor,
     down_EDF: Tensor,
@@ -152,6 +148,16 @@ def run_few_rows(
     adapters = (*matrices_of(parts.up_adapter), *matrices_of(parts.down_adapter))
     routing = (weight_R, index_R, slots_NK, ends_E)
     return AdaptedExpertMlp.apply(experts, source_ND, *routing, *adapters)  # pyright: ignore[reportReturnType]
+
+
+def run_few_rows(
+    source_ND: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weight_R: Tensor,
+    index_R: Tensor,
+    slots_NK: Tensor,
+    ends_E: Tensor,
 ) -> Tensor:
     from moefold.kernels.experts.few_rows_triton import launch_few_rows_experts
 
