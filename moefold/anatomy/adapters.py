@@ -17,6 +17,7 @@ from moefold.config.run import Config, ParallelConfig
 EXPERTS = "moe.experts."
 ROUTER = "moe.router"
 FUSED_RANK_MULTIPLE = 8
+FUSED_RANK_MOST = 256  # a tile of the narrow product has the whole rank
 ATTENTION = "attention."
 
 
@@ -160,4 +161,5 @@ def unfused_adapter(rank: int, drops_inputs: bool) -> str:
     """Fused kernels read rows of the rank, which begin at multiples of 16 bytes, and inputs as they are."""
     if drops_inputs:
         return "lora.dropout"
-    return "" if rank % FUSED_RANK_MULTIPLE == 0 else f"lora.rank = {rank}"
+    is_fused = rank % FUSED_RANK_MULTIPLE == 0 and rank <= FUSED_RANK_MOST
+    return "" if is_fused else f"lora.rank = {rank}"

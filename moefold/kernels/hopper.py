@@ -24,7 +24,7 @@ def banded_tile(p, columns, rows, band):
     first = p // items * band
     inside = p % items
     left = columns - first
-    width = gl.minimum(left, band)
+    width = gl.maximum(gl.minimum(left, band), 1)  # of no columns at all, too
     column = first + inside % width
     row = inside // width
     return column, row

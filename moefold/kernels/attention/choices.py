@@ -130,7 +130,9 @@ def timing_note(facts: Facts) -> str:
         return ""
     fastest_first = sorted(times.items(), key=lambda item: item[1])
     listed = ", ".join(f"{name} {time:.2f}" for name, time in fastest_first)
-    return f"{facts.attention}, ms of forward and backward for {TIMED_TOKENS} tokens: {listed}"
+    length = facts.attention.length if facts.attention else 0
+    tokens = max(TIMED_TOKENS, length)
+    return f"{facts.attention}, ms of forward and backward for {tokens} tokens: {listed}"
 
 
 ATTENTION_CHOICES = (

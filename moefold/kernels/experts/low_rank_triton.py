@@ -26,7 +26,7 @@ from moefold.kernels.tile_triton import (
     tile_pointers,
 )
 
-SHORTEST = 16  # side of a product in tensor cores
+SHORTEST = 16  # columns of a tile that tensor cores multiply
 DEPTH = 64  # of a step of a sum
 COLUMNS = 128  # of a program that sums over rows
 

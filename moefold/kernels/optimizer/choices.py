@@ -11,6 +11,11 @@ def fused_adamw_runs(facts: Facts) -> bool:
     return facts.dtype != "fp64" and facts.moments == "fp32" and facts.main != "none"
 
 
+def moments_run(facts: Facts) -> bool:
+    """Triton casts FP8 on fewer cards than it computes on."""
+    return triton_computes(facts) and ("fp8" not in facts.moments or fp8_casts_run(facts))
+
+
 def fused_blocks_run(facts: Facts) -> bool:
     return triton_computes(facts) and fp8_casts_run(facts)
 
@@ -19,8 +24,8 @@ CHOICES: Choices = {
     "adamw": (
         Choice(
             "triton",
-            triton_computes,
-            "cuda with Triton, fp32 or bf16",
+            moments_run,
+            "cuda with Triton, fp32 or bf16; FP8 moments from compute capability 8.9 on",
             "one pass over gradients, moments, main weights and the model's, clipping included",
         ),
         Choice(
@@ -41,8 +46,8 @@ CHOICES: Choices = {
     "decode_moment": (
         Choice(
             "triton",
-            triton_computes,
-            "cuda with Triton, fp32 or bf16",
+            moments_run,
+            "cuda with Triton, fp32 or bf16; FP8 moments from compute capability 8.9 on",
             "one pass, so that a checkpoint's copy of moments in blocks takes no time from a step",
         ),
     ),

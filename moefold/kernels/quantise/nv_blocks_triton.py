@@ -40,7 +40,7 @@ SIGN_CODE = constexpr(nvfp4.SIGN_CODE)
 MAGNITUDE_CODES = constexpr(nvfp4.LARGEST_CODE)  # as a mask
 RANDOM_BITS = constexpr(nvfp4.RANDOM_BITS)
 ONE_RANDOM_BIT = constexpr(2.0**-nvfp4.RANDOM_BITS)
-FROM_SMALLEST = constexpr(2.0**126)  # of the exponents of fp32 the lowest is that of E2M1
+FROM_SMALLEST = constexpr(2.0**126)  # times which fp32 numbers with the bits of E2M1 at the top are its values
 WHOLE_FROM = constexpr(1.5 * 2.0**23)  # fp32 numbers from here on are whole: adding it rounds, ties to even
 
 
@@ -193,7 +193,8 @@ def quantise_nv_kernel(
 
 @triton.jit
 def e2m1_values(code):
-    """Values of codes, int32. Their bits are those of the highest in fp32: sign, exponent, one digit."""
+    """Values of codes, int32: sign, two bits of exponent and one digit are put where fp32 has its sign, the lowest bits
+    of its exponent, and its first digit."""
     magnitude = (code & MAGNITUDE_CODES) << 22
     sign = (code & SIGN_CODE) << 28
     return magnitude_of_bits(magnitude | sign) * FROM_SMALLEST

@@ -93,9 +93,8 @@ def blocks_to_rows(x_BDK: Tensor) -> Tensor:
 def largest_by_expert(amax_B: Tensor, expert_B: Tensor, experts: int) -> Tensor:
     """The largest magnitude of each expert from those of its blocks or rows; an expert number beyond the last counts
     nowhere."""
-    bits_B = amax_B.view(
-        torch.int32
-    )  # of magnitudes, in their order, NaN last; a GPU has an atomic maximum of integers
+    # Bits of magnitudes have their order, NaN last, and a GPU has an atomic maximum of integers.
+    bits_B = amax_B.view(torch.int32)
     most = bits_B.new_zeros(experts + 1)
     most = most.scatter_reduce(0, expert_B, bits_B, "amax")
     return most[:experts].view(torch.float32)

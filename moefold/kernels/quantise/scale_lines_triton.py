@@ -8,15 +8,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_as_fp32, program_block, wide_program_id
+from moefold.kernels.tile_triton import load_as_fp32, wide_program_id
 
 SPAN = 2048  # values of a program
 
 
 @triton.jit
 def scale_lines_kernel(x_LN, factor_L, out_LN, N, SPAN: constexpr):
-    line = wide_program_id(0)
-    n = program_block(1, SPAN)
+    program = wide_program_id(0)  # of one dim: the second has at most 65,535 programs
+    spans = tl.cdiv(N, SPAN)
+    line = program // spans
+    n = program % spans * SPAN + tl.arange(0, SPAN)
     there = n < N
     first = line * N
     x = load_as_fp32(x_LN + first + n, there)
@@ -28,7 +30,7 @@ def launch_scale_lines(x_LN: Tensor, factor_L: Tensor, dtype: torch.dtype) -> Te
     lines, width = x_LN.shape
     x_LN = x_LN.contiguous()
     out_LN = torch.empty_like(x_LN, dtype=dtype)
-    grid = (lines, triton.cdiv(width, SPAN))
+    grid = (lines * triton.cdiv(width, SPAN),)
     if x_LN.numel():
         scale_lines_kernel[grid](x_LN, factor_L.contiguous(), out_LN, width, SPAN=SPAN)
     return out_LN

@@ -275,8 +275,8 @@ def plan_padded_tiles(ends_E: Tensor, rows: int, pad: int) -> PlannedTiles:
 
 
 def plan_by_part(ends_E: Tensor, rows: int, pad: int, part: int) -> PlannedTiles:
-    """The same with a table of tiles, and their number, for every `part` experts. What is told of each expert is that
-    of no part."""
+    """The same with a table of tiles, and their number, for every `part` experts. With several parts `pads_E` and
+    `first_tile_E` are undefined: each part writes its own."""
     experts = len(ends_E)
     parts = triton.cdiv(experts, part)
     most = rows // TILE + part

@@ -181,7 +181,8 @@ def with_pipeline_seconds(step: StepTime, pipeline: float) -> StepTime:
     its proportions."""
     seconds = pipeline + step.exchange + step.optimizer
     arithmetic = step.walls["arithmetic"]
-    scale = (seconds - arithmetic) / (step.seconds - arithmetic)
+    rest = step.seconds - arithmetic
+    scale = max(0.0, seconds - arithmetic) / rest if rest > 0 else 0.0
     walls = {name: scale * wall for name, wall in step.walls.items()}
     walls["arithmetic"] = arithmetic
     pipeline_time = replace(step.pipeline_time, seconds=pipeline)
