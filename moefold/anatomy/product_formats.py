@@ -74,7 +74,10 @@ def layer_kind(product: ProductSpec, config: Config) -> str:
 
 
 def recipe_in_words(
-    recipe: str, precision: PrecisionConfig, dtype: str, has_micro_formats: bool = False
+    recipe: str,
+    precision: PrecisionConfig,
+    dtype: str,
+    has_micro_formats: bool = False,
 ) -> dict[str, str]:
     """What the three products of a recipe read, and how they sum. `has_micro_formats`: the card multiplies them."""
     spec = RECIPE_SPECS[recipe]

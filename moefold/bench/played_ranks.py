@@ -105,7 +105,11 @@ def played_axis(rank: int, ranks: int) -> Axis:
 
 
 def played_arenas(
-    ranks: int, room_bytes: int, device: torch.device, order: TurnOrder, kept: int = 0
+    ranks: int,
+    room_bytes: int,
+    device: torch.device,
+    order: TurnOrder,
+    kept: int = 0,
 ) -> list[PlayedArena]:
     """The arena of each rank, over the same parts."""
     axes = [played_axis(rank, ranks) for rank in range(ranks)]

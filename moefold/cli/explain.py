@@ -326,7 +326,10 @@ def captured_steps_in_words(model: ModelConfig) -> str:
 
 
 def obstacles_to_whole_graph(
-    config: Config, ranks: int, facts: Facts, kernels: Mapping[str, KernelChoice]
+    config: Config,
+    ranks: int,
+    facts: Facts,
+    kernels: Mapping[str, KernelChoice],
 ) -> list[str]:
     """Rules that `memory.graphs whole` would break on this machine, and kernels that read values on the host."""
     train = replace(config.train, device=facts.device, precision=facts.dtype)

@@ -94,7 +94,12 @@ def has_fp8_scales(c: ConfigOnRanks) -> bool:
 
 
 def option_rule(
-    option: str, default: object, needed: Condition, why: str, *others: str, by: tuple[str, ...] = (RECIPE, ENTRIES)
+    option: str,
+    default: object,
+    needed: Condition,
+    why: str,
+    *others: str,
+    by: tuple[str, ...] = (RECIPE, ENTRIES),
 ) -> ConfigRule:
     """The option has its default value unless the recipes in use, or other keys, need it."""
     path = f"precision.{option}"

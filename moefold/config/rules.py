@@ -353,7 +353,10 @@ def global_batch_splits_evenly(c: ConfigOnRanks) -> bool:
 
 
 def divisibility_rule(
-    degree: str, key: str, what: str, applies: Callable[[ConfigOnRanks], bool] | None = None
+    degree: str,
+    key: str,
+    what: str,
+    applies: Callable[[ConfigOnRanks], bool] | None = None,
 ) -> ConfigRule:
     """`parallel.DEGREE` must divide the whole number at `key`."""
     degree_key = f"parallel.{degree}"

@@ -259,7 +259,11 @@ def plan_context(lengths: Sequence[int], shape: ContextShape, price: ContextPric
 
 
 def fill_plan(
-    lengths: Sequence[int], shape: ContextShape, price: ContextPrice, even: float, factor: float
+    lengths: Sequence[int],
+    shape: ContextShape,
+    price: ContextPrice,
+    even: float,
+    factor: float,
 ) -> ContextPlan:
     quota = factor * even
     samples = size_samples(lengths, shape, price, quota)
@@ -325,7 +329,10 @@ def filling_rank(sample: SizedSample) -> tuple[float, int, int]:
 
 
 def fill_microbatches(
-    samples: list[SizedSample], shape: ContextShape, price: ContextPrice, even: float
+    samples: list[SizedSample],
+    shape: ContextShape,
+    price: ContextPrice,
+    even: float,
 ) -> list[ContextMicrobatch]:
     """Microbatches until no sample is left. The level of each is that of the costliest sample left, and at least such
     that as many more microbatches as are needed anyway have the same."""

@@ -150,7 +150,11 @@ class RowPolicy:
         return not self.drops and not self.is_padded
 
     def order_by_expert(
-        self, routing: Routing, tokens: int, may_be_remote: bool = False, most_choices: int | None = None
+        self,
+        routing: Routing,
+        tokens: int,
+        may_be_remote: bool = False,
+        most_choices: int | None = None,
     ) -> RowOrder:
         """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: the tokens of this rank before
         dispatch. `may_be_remote`: some choices may be experts of other ranks. `most_choices`: a bound, known to the

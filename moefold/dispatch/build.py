@@ -250,7 +250,10 @@ def choose_dispatcher(config: Config, world: World) -> tuple[str, str]:
 
 
 def build_dispatcher(
-    config: Config, kernels: BoundKernels, world: World, experts: ExpertPlacement | None = None
+    config: Config,
+    kernels: BoundKernels,
+    world: World,
+    experts: ExpertPlacement | None = None,
 ) -> Dispatcher:
     """The dispatcher of a run: the one that is set, the one of least predicted time, or the local one. `experts`:
     placement of experts, contiguous by default."""
@@ -279,7 +282,11 @@ def build_dispatcher(
 
 
 def with_clones(
-    dispatcher: Dispatcher, name: str, world: World, experts: ExpertPlacement, parallel: ParallelConfig
+    dispatcher: Dispatcher,
+    name: str,
+    world: World,
+    experts: ExpertPlacement,
+    parallel: ParallelConfig,
 ) -> Dispatcher:
     """The dispatcher with clones of hot experts in spare slots."""
     if not isinstance(dispatcher, HopDispatcher) or dispatcher.traffic is None:
@@ -291,7 +298,10 @@ def with_clones(
 
 
 def with_fp8_payloads(
-    dispatcher: Dispatcher, name: str, setting: DispatchSetting, precision: PrecisionConfig
+    dispatcher: Dispatcher,
+    name: str,
+    setting: DispatchSetting,
+    precision: PrecisionConfig,
 ) -> Dispatcher:
     """The dispatcher, with tokens and gradients sent in FP8 as configured; the local one sends nothing."""
     tokens = token_rule(precision)

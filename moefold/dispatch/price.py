@@ -76,7 +76,10 @@ def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int,
 
 
 def cheapest_dispatcher(
-    config: Config, ranks_on_a_node: int, bytes_each: int, links: LinkSpeeds | None = None
+    config: Config,
+    ranks_on_a_node: int,
+    bytes_each: int,
+    links: LinkSpeeds | None = None,
 ) -> tuple[str, str]:
     """The dispatcher to use and the reason: the user's choice, else the least predicted time over these links."""
     parallel = config.parallel

@@ -290,7 +290,11 @@ class SymmetricDispatcher:
     room (`room`; None: there is room for all)."""
 
     def __init__(
-        self, direct: ArenaDispatcher, collectives: HopDispatcher, arena: Arena, room: BoundedRoom | None = None
+        self,
+        direct: ArenaDispatcher,
+        collectives: HopDispatcher,
+        arena: Arena,
+        room: BoundedRoom | None = None,
     ):
         self.direct = direct
         self.collectives = collectives

@@ -17,7 +17,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw, adamw_fused
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
-from moefold.kernels.optimizer.block_moments import decode_moment
+from moefold.kernels.optimizer.decode_moment import decode_moment
 from moefold.layout.tape_entries import one_entry
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
 from moefold.optim.host_states import (

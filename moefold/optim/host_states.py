@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.cuda import Event, Stream
 
 from moefold.anatomy.visiting_states import CHUNK_ELEMENTS, LEAST_SLOTS, slot_count
-from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK, decode_moment
+from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK
+from moefold.kernels.optimizer.decode_moment import decode_moment
 from moefold.layout.pinned_memory import host_memory
 from moefold.optim.moments import Moment
 from moefold.shard.buckets import round_up

@@ -18,9 +18,9 @@ from moefold.kernels.optimizer.block_moments import (
     MOMENT_BLOCK,
     block_count,
     block_dtypes,
-    decode_moment,
     encode_blocks,
 )
+from moefold.kernels.optimizer.decode_moment import decode_moment
 
 Decode = Callable[[Tensor, Tensor, Tensor, bool], None]  # the op decode_moment
 

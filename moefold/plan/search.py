@@ -528,7 +528,12 @@ def describe_layout(config: Config) -> str:
 
 
 def search_layouts(
-    base: Config, world: int, choices: PlanChoices, gpu: Gpu, fixed: FixedKeys = NO_KEYS, best: int = 10
+    base: Config,
+    world: int,
+    choices: PlanChoices,
+    gpu: Gpu,
+    fixed: FixedKeys = NO_KEYS,
+    best: int = 10,
 ) -> SearchResult:
     """The best layouts. Keys in `fixed` keep their values of `base`."""
     search = LayoutSearch(world, gpu, choices, fixed)

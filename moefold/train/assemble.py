@@ -209,7 +209,10 @@ def bind_static_graphs(graphs: StaticGraphs, shared: SharedOut) -> None:
 
 
 def make_frozen_copy(
-    config: Config, world: World, kernels: BoundKernels, weights: Callable[[Transformer], None] | None
+    config: Config,
+    world: World,
+    kernels: BoundKernels,
+    weights: Callable[[Transformer], None] | None,
 ) -> Transformer | None:
     """The model as the run begins with it, to compare with; None where adapters can be left out instead, or nothing is
     compared."""

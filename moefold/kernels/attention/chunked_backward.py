@@ -67,7 +67,11 @@ class KeySide(NamedTuple):
 
 
 def backward_in_chunks(
-    pair_backward: PairBackward, queries: QuerySide, keys: KeySide, plan: ChunkPlan, causal: bool
+    pair_backward: PairBackward,
+    queries: QuerySide,
+    keys: KeySide,
+    plan: ChunkPlan,
+    causal: bool,
 ) -> Gradients:
     dq = torch.empty_like(queries.q)
     dk = torch.empty_like(keys.k)
@@ -88,7 +92,11 @@ def backward_in_chunks(
 
 
 def gradients_of_heads(
-    pair_backward: PairBackward, queries: QuerySide, keys: KeySide, size: int, causal: bool
+    pair_backward: PairBackward,
+    queries: QuerySide,
+    keys: KeySide,
+    size: int,
+    causal: bool,
 ) -> tuple[Tensor, KeySide]:
     """Those of some heads of one sequence."""
     positions = queries.q.shape[1]

@@ -248,7 +248,11 @@ class ExpertMlpFunction(torch.autograd.Function):
 
 
 def up_weight_gradient(
-    dh_R2F: Tensor, source_ND: Tensor, index_R: Tensor, gate_up_E2FD: Tensor, plan: Any
+    dh_R2F: Tensor,
+    source_ND: Tensor,
+    index_R: Tensor,
+    gate_up_E2FD: Tensor,
+    plan: Any,
 ) -> Tensor | None:
     """Gathers the rows when it is called: a deferred gradient holds the source rows only."""
     from moefold.kernels.experts import grouped_gemm_launch as launch

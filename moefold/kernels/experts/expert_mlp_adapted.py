@@ -131,7 +131,11 @@ def tail_of(low_RL: Tensor | None, matrices: Matrices) -> Tail | None:
 
 
 def inputs_times_a(
-    source: Tensor, a_ELD: Matrices, scale: float, plan: Any, index_R: Tensor | None = None
+    source: Tensor,
+    a_ELD: Matrices,
+    scale: float,
+    plan: Any,
+    index_R: Tensor | None = None,
 ) -> Tensor | None:
     """s * x A^T of every row; None: there is no adapter."""
     from moefold.kernels.experts.low_rank_triton import narrow_rows

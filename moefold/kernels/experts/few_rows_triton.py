@@ -117,7 +117,12 @@ def few_rows_down_kernel(
 
 
 def launch_few_rows_experts(
-    source_ND: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weight_R: Tensor, index_R: Tensor, ends_E: Tensor
+    source_ND: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weight_R: Tensor,
+    index_R: Tensor,
+    ends_E: Tensor,
 ) -> Tensor:
     """y_RD: each row through its expert, times its weight."""
     tokens, width = source_ND.shape

@@ -121,7 +121,12 @@ def down_projection(a_RF: Tensor, w_EDF: Weights, plan: RowTilePlan, tail: Tail 
 
 
 def down_projection_dgrad(
-    dy_RD: Tensor, w_EDF: Weights, h_R2F: Tensor, weight_R: Tensor, plan: RowTilePlan, tail: Tail | None = None
+    dy_RD: Tensor,
+    w_EDF: Weights,
+    h_R2F: Tensor,
+    weight_R: Tensor,
+    plan: RowTilePlan,
+    tail: Tail | None = None,
 ):
     """The activation once more, a_PF, and the gradient of the router's weight. The gradient of the pre-activation
     overwrites h_R2F."""

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
-
 MOMENT_BLOCK = 128  # elements; bucket shares and parameters begin at multiples of it
 FP8_LARGEST = 256.0  # a power of two, so that the largest magnitude of a block is exact
 FP8_SMALLEST = 2.0**-9
@@ -112,34 +110,3 @@ def decode_relative(codes: Tensor, wide: torch.dtype) -> Tensor:
     if codes.dtype == torch.float8_e4m3fn:
         return values * (1 / FP8_LARGEST)
     return values
-
-
-@register_in_place_op
-def decode_moment(values: Tensor, codes: Tensor, scales: Tensor, is_second: bool) -> None:
-    """Write the fp32 values of codes that begin with a block, as a checkpoint has them."""
-    decoded = decode_blocks(codes, scales, is_second)
-    values.copy_(decoded)
-
-
-@decode_moment.register_fast("triton")
-def decode_moment_triton(values: Tensor, codes: Tensor, scales: Tensor, is_second: bool) -> None:
-    from moefold.kernels.optimizer import optimizer_triton
-
-    optimizer_triton.launch_decode_moment(values, codes, scales, is_second)
-
-
-MOMENT_SIZES = (0, 1, 128, 5000)
-
-
-@decode_moment.register_cases
-def decode_moment_cases(draw: CaseInputs) -> Cases:
-    for size in MOMENT_SIZES:
-        drawn = draw.normal(size, seed=size)
-        wide = torch.promote_types(drawn.dtype, torch.float32)
-        for is_second, order in enumerate(("first", "second")):
-            moment = drawn.square() if is_second else drawn
-            dtype = CODE_DTYPES["int8"][is_second]
-            codes, scales = encode_blocks(moment, dtype, bool(is_second))
-            values = torch.zeros_like(drawn, dtype=wide)
-            inputs = (values, codes, scales.to(wide), bool(is_second))
-            yield KernelCase(f"{order} moment, {size} elements", inputs)

@@ -254,7 +254,12 @@ def launch_round_nv(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomC
 
 
 def launch_over_tiles(
-    x: Tensor, encode: Tensor, random: RandomCounters | None, out: Tensor, scales: Tensor | None, height: int
+    x: Tensor,
+    encode: Tensor,
+    random: RandomCounters | None,
+    out: Tensor,
+    scales: Tensor | None,
+    height: int,
 ) -> None:
     """Without `scales`, `out` gets values times scales."""
     *rest, lines, width = x.shape

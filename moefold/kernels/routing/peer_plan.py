@@ -128,7 +128,11 @@ def arrange_arrivals(
 
 
 def order_arrivals(
-    position_AK: Tensor, weights: Tensor, source_A: Tensor, shape: ArrivalShape, overflowed: Tensor
+    position_AK: Tensor,
+    weights: Tensor,
+    source_A: Tensor,
+    shape: ArrivalShape,
+    overflowed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """index_R, slots_NK, weight_R and ends_e of the choices of experts held here. `source_A`: rows of the tokens that
     arrive here, -1 for others."""

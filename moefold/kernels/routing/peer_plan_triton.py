@@ -399,7 +399,10 @@ def launch_announce_choices(
 
 
 def launch_arrange_arrivals(
-    rooms: tuple[Tensor, Tensor, Tensor], shape: ArrivalShape, overflowed: Tensor, lost: Tensor | None
+    rooms: tuple[Tensor, Tensor, Tensor],
+    shape: ArrivalShape,
+    overflowed: Tensor,
+    lost: Tensor | None,
 ) -> ArrangedArrivals:
     positions_sTK, weights_sTK, counts_sBC = rooms
     senders, most, k = positions_sTK.shape

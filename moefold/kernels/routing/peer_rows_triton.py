@@ -131,7 +131,15 @@ def sum_rows_into_kernel(
 
 @triton.jit
 def sum_peer_rows_kernel(
-    slots_Ts, addresses, out_TD, T, D, SENDERS: constexpr, ROWS: constexpr, COLS: constexpr, WIDE: constexpr
+    slots_Ts,
+    addresses,
+    out_TD,
+    T,
+    D,
+    SENDERS: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+    WIDE: constexpr,
 ):
     """A part of the sums of some tokens over their rows on all ranks, in the order of ranks."""
     t = wide_program_id(0) * ROWS + tl.arange(0, ROWS)

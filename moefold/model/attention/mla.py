@@ -119,7 +119,11 @@ class LatentAttention(AttentionBase):
         return self.attend(heads, shard)
 
     def norm_and_project_up(
-        self, query_source_T: Tensor, latent_T: Tensor, k_rope_T: Tensor, shard: TokenShard
+        self,
+        query_source_T: Tensor,
+        latent_T: Tensor,
+        k_rope_T: Tensor,
+        shard: TokenShard,
     ) -> HeadVectors:
         """Queries, keys and values of this rank's heads, from the latents of this rank's tokens."""
         q, latent_BS, k_rope = self.queries_and_latents(query_source_T, latent_T, k_rope_T, shard)
@@ -132,7 +136,11 @@ class LatentAttention(AttentionBase):
         return HeadVectors(q, k, v)
 
     def queries_and_latents(
-        self, query_source_T: Tensor, latent_T: Tensor, k_rope_T: Tensor, shard: TokenShard
+        self,
+        query_source_T: Tensor,
+        latent_T: Tensor,
+        k_rope_T: Tensor,
+        shard: TokenShard,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries of this rank's heads; the latents of all tokens of this cp rank, and their rotated keys."""
         if self.has_query_latent:

@@ -66,7 +66,10 @@ class Router(DeclaringModule):
             self.sums_over_sharing[size] = bind_collective(all_reduce_no_grad, axes.cp_tp)
 
     def forward(
-        self, h_TD: Tensor, share: TokenShard, imposed_TK: Tensor | None = None
+        self,
+        h_TD: Tensor,
+        share: TokenShard,
+        imposed_TK: Tensor | None = None,
     ) -> tuple[Routing, Tensor | None]:
         """The routing, and this rank's summand of the balance losses, if there are any. `imposed_TK` replaces the top-k
         selection."""
@@ -254,7 +257,11 @@ def mean_over_groups(load_BE: Tensor, groups: int) -> Tensor:
 
 
 def expert_load_shares(
-    counts_BE: Tensor, moe: MoeConfig, load: ExpertLoad, sum_over_ranks: SumOverRanks, share: TokenShard
+    counts_BE: Tensor,
+    moe: MoeConfig,
+    load: ExpertLoad,
+    sum_over_ranks: SumOverRanks,
+    share: TokenShard,
 ) -> Tensor:
     """Each expert's share of the choices that are counted together: (B, E) for sequences, else (1, E). Sequences and
     microbatches are counted over the ranks that hold parts of them. Where samples are packed, counts are of single

@@ -24,7 +24,10 @@ NAME_COLUMN = 40  # characters of a line's name, indentation included
 
 
 def explain_memory(
-    config: Config, world: int, choices: PlanChoices | None = None, rank: int | None = None
+    config: Config,
+    world: int,
+    choices: PlanChoices | None = None,
+    rank: int | None = None,
 ) -> list[str]:
     """Lines of a pipeline rank's memory: of the given rank, by default of the fullest."""
     setting = build_run_setting(config, world, choices or PlanChoices())

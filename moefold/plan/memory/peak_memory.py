@@ -81,7 +81,10 @@ class RankMemory:
 
 
 def plan_memory(
-    config: Config, world: int, choices: PlanChoices | None = None, ranks: Iterable[int] | None = None
+    config: Config,
+    world: int,
+    choices: PlanChoices | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> list[RankMemory]:
     """Memory of the given pipeline ranks, by default of all; `fullest_rank` picks the largest."""
     setting = build_run_setting(config, world, choices or PlanChoices())

@@ -67,7 +67,11 @@ def pieces_of_stage(model: ModelConfig, stage: Stage, precision: PrecisionConfig
 
 @lru_cache(maxsize=65_536)
 def count_stage(
-    model: ModelConfig, pieces: StagePieces, portion: RankPortion, choices: PlanChoices, load: float = 1.0
+    model: ModelConfig,
+    pieces: StagePieces,
+    portion: RankPortion,
+    choices: PlanChoices,
+    load: float = 1.0,
 ) -> StageCount:
     counts: list[PieceCount] = []
     parameters: Counter[ParameterClass] = Counter()
@@ -190,7 +194,10 @@ def arrange_stages(
 
 
 def rank_stages(
-    model: ModelConfig, stages: list[Stage], precision: PrecisionConfig, entries: LayerEntries
+    model: ModelConfig,
+    stages: list[Stage],
+    precision: PrecisionConfig,
+    entries: LayerEntries,
 ) -> RankStages:
     embeds = any(stage.embeds for stage in stages)
     reads_embedding = any(stage.uses_embedding for stage in stages)

@@ -53,7 +53,11 @@ class LengthDistribution(NamedTuple):
 
 
 def static_plan(
-    lengths: Sequence[int], shape: ContextShape, price: ContextPrice, longest: int, is_even: bool
+    lengths: Sequence[int],
+    shape: ContextShape,
+    price: ContextPrice,
+    longest: int,
+    is_even: bool,
 ) -> ContextPlan:
     """Bins for groups of the size that the longest sample of the data needs, by best fit; in the order in which they
     were begun, or with the costliest in the same microbatches."""

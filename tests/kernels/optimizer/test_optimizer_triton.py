@@ -17,7 +17,8 @@ from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.kernels.optimizer.add_squares import add_squares
-from moefold.kernels.optimizer.block_moments import CODE_DTYPES, BlockCodes, block_dtypes, decode_moment, encode_blocks
+from moefold.kernels.optimizer.block_moments import CODE_DTYPES, BlockCodes, block_dtypes, encode_blocks
+from moefold.kernels.optimizer.decode_moment import decode_moment
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.quantise.fp8 import ScaleRule
 from moefold.kernels.quantise.quantise_weight import quantise_weight
