@@ -44,7 +44,7 @@ def test_scales_of_scales_are_counted_by_row():
 def test_products_without_adapters_are_in_blocks_too():
     config = with_base("nf4", targets=("*.attention.*",))
     assert any("experts" in product.name for product in base_products(config))
-    assert facts_from_config(config, "cuda", "bf16", (9, 0)).unfused_experts == "lora.base = nf4"
+    assert facts_from_config(config, "cuda", "bf16", (9, 0)).unfused_experts == "", "fused with a frozen base too"
     assert base_products(with_base("plain")) == []
 
 

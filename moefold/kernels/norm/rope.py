@@ -72,12 +72,13 @@ class RotateFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_BSHD, angles):
-        ctx.angles = angles
+        ctx.save_for_backward(*angles)
         return rotate_in_place_of_halves(x_BSHD, angles, 1)
 
     @staticmethod
     def backward(ctx, *gradients):
-        dx_BSHD = rotate_in_place_of_halves(gradients[0], ctx.angles, -1)
+        angles = RopeAngles(*ctx.saved_tensors)
+        dx_BSHD = rotate_in_place_of_halves(gradients[0], angles, -1)
         return dx_BSHD, None
 
 

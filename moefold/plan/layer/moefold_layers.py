@@ -81,15 +81,13 @@ def add_rmsnorm(
     made_by: tuple[str, ...] = (),
     layer_input: bool = False,
 ) -> None:
-    """Add the tensors of an RMSNorm: its input and one number per row; the scaled input too where it is composed.
-    `inside`: regions that begin with the norm, and keep its input alone; `made_by`: regions whose output that is."""
+    """Add the tensors of an RMSNorm: its input and one number per row. `inside`: regions that begin with the norm, and
+    keep its input alone; `made_by`: regions whose output that is."""
     read = table.read_by("norm", *inside)
     source = read.remade_by(*made_by, *table.regions)
     source.add(name, rows, width, layer_input=layer_input)
     own = read.remade_by(*inside, *table.regions)
     own.add(f"scale of {name}", rows, one_column, "fp32")
-    composed = own.only(composes_rmsnorm)
-    composed.add(f"{name} scaled", rows, width, "fp32")
 
 
 def recomputes(region: str) -> ShapeCondition:
@@ -105,8 +103,8 @@ recomputes_experts = recomputes("experts")
 recomputes_dispatch = recomputes("dispatch")
 
 
-def composes_rmsnorm(s: RankShapes) -> bool:
-    return s.composed_rmsnorm
+def is_on_cpu(s: RankShapes) -> bool:
+    return s.choices.device == "cpu"
 
 
 # Attention.
@@ -241,7 +239,7 @@ def chunk_mask_width(s: RankShapes) -> float:
 
 def needs_chunk_masks(s: RankShapes) -> bool:
     """Whether chunks need a mask over gathered keys: only where no kernel has a causal offset."""
-    if not cuts_context(s) or not s.composed_rmsnorm:
+    if not cuts_context(s) or not is_on_cpu(s):
         return False
     return s.portion.context == "all_gather"
 
@@ -510,7 +508,7 @@ def route_tensors() -> list[TensorEntry]:
     sigmoids.add("sigmoids", rank_tokens, expert_count, "fp32")
     chosen = log_sigmoids.only(normalizes_chosen)
     chosen.add("log-sigmoids", rank_tokens, expert_count, "fp32")
-    gradients = log_sigmoids.only(composes_rmsnorm)
+    gradients = log_sigmoids.only(is_on_cpu)
     gradients.add("buffer of log-sigmoids", rank_tokens, expert_count, "fp32")
     # The choice, its weights and the losses.
     router.add("choice", rank_tokens, choices_per_token, "int64")
@@ -594,7 +592,7 @@ def weighs_activations(s: RankShapes) -> bool:
 
 
 def rounds_router_weights(s: RankShapes) -> bool:
-    return not s.composed_rmsnorm
+    return not is_on_cpu(s)
 
 
 def routed_choices(s: RankShapes) -> float:

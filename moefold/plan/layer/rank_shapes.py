@@ -223,11 +223,6 @@ class RankShapes:
         has_sinks = self.model.attention.sinks
         return self.V != self.Q or has_window or has_sinks
 
-    @cached_property
-    def composed_rmsnorm(self) -> bool:
-        """Whether RMSNorm is composed of plain ops that each save their input: torch has no fused one for a CPU."""
-        return self.choices.device == "cpu"
-
 
 def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accumulates: bool = False) -> RankPortion:
     p = config.parallel
