@@ -184,4 +184,4 @@ def test_the_catalog_chooses_invariant_kernels_and_names_them_only_then():
         assert "invariant" not in name + why
     hopper = facts_from_config(config, "cuda", "bf16", (9, 0))
     assert pick_implementation("expert_mlp", replace(hopper, hidden=64, ffn=64))[0] == "reference"
-    assert pick_implementation("rope", replace(hopper, triton=True))[0] == "reference"
+    assert pick_implementation("rope", replace(hopper, triton=True))[0] == "rotate_back"
