@@ -20,6 +20,7 @@ from moefold.kernels.optimizer.block_moments import block_dtypes, decode_blocks,
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
 
+SCALED_TOGETHER = 1 << 20  # elements
 ALL_32_BITS = 0xFFFFFFFF
 
 
@@ -126,6 +127,15 @@ def scaled_gradient(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.to(dtype)
 
 
+def scaled_in_parts(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of a long tensor: its product with a scale in fp64 is never in memory as a whole."""
+    gradient = torch.empty_like(g, dtype=dtype)
+    parts = gradient.split(SCALED_TOGETHER)
+    for part, of in zip(parts, g.split(SCALED_TOGETHER), strict=True):
+        part.copy_(scaled_gradient(of, scale, dtype))
+    return gradient
+
+
 def hashed_random_bits(first: int, n: int, seed: int | Tensor, device: torch.device) -> Tensor:
     """32 random bits for each of n elements, as int64: the number of the element, mixed with the seed until every bit
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
@@ -177,7 +187,7 @@ def adamw_fused(main, g, m, v, weights, scale, scalars, options, first=0, m_scal
     now = scalars_on_host(scalars)
     w = whole_main_weights(main, weights)
     step = w.new_tensor(now.step, dtype=torch.float32)
-    gradient = scaled_gradient(g, scale, w.dtype)
+    gradient = scaled_in_parts(g, scale, w.dtype)
     torch._fused_adamw_(
         [w],
         [gradient],

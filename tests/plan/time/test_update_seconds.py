@@ -29,7 +29,7 @@ def one_rank(rule: str) -> RunSetting:
     return build_run_setting(config, 1, PlanChoices())
 
 
-@pytest.mark.parametrize(("rule", "measured"), [("adamw", 15_800), ("muon", 8_460)])
+@pytest.mark.parametrize(("rule", "measured"), [("adamw", 15_800), ("muon", 9_620)])
 def test_the_speed_of_30_billion_parameters_on_one_h200_is_forecast(rule: str, measured: int):
     seconds = time_training_step(one_rank(rule), H200).seconds
     assert 4 * 4096 / seconds == pytest.approx(measured, rel=0.07)
