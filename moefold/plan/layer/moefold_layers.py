@@ -919,14 +919,14 @@ def add_activation_backward(
     parts: ShapeFunction,
     fuses: ShapeCondition,
 ) -> None:
-    """Add the tensors of an activation's backward. Composed in fp32: the pre-activation, the incoming gradient,
-    intermediate values, and the results before rounding. Fused: the incoming gradient and the results."""
+    """Add the tensors of an activation's backward. Composed in fp32: the incoming gradient, an intermediate one, the
+    pre-activation, and the results before and behind rounding. Fused: the incoming gradient and the results."""
 
     def composed(s: RankShapes) -> bool:
         return not fuses(s)
 
     def composed_width(s: RankShapes) -> float:
-        tensors = 2 + 4 * parts(s)
+        tensors = 2 + 3 * parts(s)
         return tensors * inner(s)
 
     def fused_width(s: RankShapes) -> float:
