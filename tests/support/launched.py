@@ -97,6 +97,7 @@ def be_launcher(argv: list[str], log: str, output: Any, ignored: list[int]) -> N
     from moefold.layout import spawn
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves run under nohup
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
