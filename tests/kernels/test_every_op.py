@@ -814,13 +814,14 @@ def plain_decode_moment(values, codes, scales, is_second):
     return [x * x for x in decoded] if is_second else decoded, scales
 
 
-def plain_largest_logit(q, k, scale, window, begins):
+def plain_largest_logit(q, k, scale, window, begins, ahead):
     scale = scale or len(q[0][0][0]) ** -0.5
+    ahead = len(k[0]) - len(q[0]) if ahead is None else ahead
     heads, group = len(q[0][0]), len(q[0][0]) // len(k[0][0])
     largest = [-math.inf] * heads
     for b, h in product(range(len(q)), range(heads)):
         for s, key in product(range(len(q[b])), range(len(k[b]))):
-            distance = s + len(k[b]) - len(q[b]) - key
+            distance = s + ahead - key
             begin = begins[b][s] if begins is not None else 0
             if distance < 0 or (window and distance >= window) or key < begin:
                 continue

@@ -1,5 +1,5 @@
-"""Compile the kernels of generation for Hopper, which needs no GPU: the interpreter accepts more than the compiler.
-Print how each reads memory.
+"""Compile the kernels of generation and of largest logits for Hopper, which needs no GPU: the interpreter accepts more
+than the compiler. Print how each reads memory.
 
 python -m tests.support.compile_generation
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.kernels.attention import cached_attention_triton
+from moefold.kernels.attention import cached_attention_triton, largest_logit_triton
 from moefold.kernels.experts import few_rows_triton as few_experts
 from moefold.kernels.linear import few_rows_triton as few_rows
 from moefold.kernels.norm import rope_triton
@@ -41,6 +41,17 @@ def attention_kernels() -> Iterator[tuple[str, str]]:
     yield "merged parts", compile_for_hopper(merge, types, {"PARTS": 32, "WIDTH": 128}, DEFAULT)
 
 
+def logit_kernels() -> Iterator[tuple[str, str]]:
+    kernel = largest_logit_triton.largest_logit_kernel
+    for kind, bytes_each, width in ((BF16, 2, 128), (BF16, 2, 192), (FP32, 4, 16)):
+        types = {"q": kind, "k": kind, "first": INT32, "out": FP32}
+        main, rest = largest_logit_triton.split_width(width)
+        tile = largest_logit_triton.tile_options((main + rest) * bytes_each)._asdict()
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        constants = {"D": width, "MAIN": main, "REST": rest} | tile
+        yield f"largest logits, {kind}, {width}", compile_for_hopper(kernel, types, constants, options)
+
+
 def product_kernels() -> Iterator[tuple[str, str]]:
     types: dict[str, str] = dict.fromkeys(("x", "w0", "w1", "w2", "bias0", "y0", "y1", "y2"), BF16)
     for rows in (16, 64):
@@ -68,7 +79,7 @@ def other_kernels() -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    for kernels in (attention_kernels, product_kernels, other_kernels):
+    for kernels in (attention_kernels, logit_kernels, product_kernels, other_kernels):
         for name, ptx in kernels():
             copies = ptx.count("cp.async.cg.shared.global") + ptx.count("cp.async.ca.shared.global")
             products = ptx.count("mma.sync") + ptx.count("wgmma.mma_async.sync")

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from moefold.kernels.attention.heads_triton import power_of_two, split_width
 from moefold.kernels.tile_triton import (
     load_as_fp32,
     load_or_zero,
@@ -219,20 +220,6 @@ def merge_parts_kernel(
     y = tl.sum(y * shares[:, None], 0) / total
     at = out + head * V + d
     store_inside(at, y.to(out.dtype.element_ty), there)
-
-
-def power_of_two(size: int) -> int:
-    """The next one, and at least 16: the least of a product on tensor cores."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def split_width(width: int) -> tuple[int, int]:
-    """A power of two and what is behind it, rounded up to one."""
-    next_power = triton.next_power_of_2(width)
-    main = next_power if next_power == width else next_power // 2
-    main = max(16, main)
-    rest = width - main
-    return main, power_of_two(rest) if rest > 0 else 0
 
 
 def count_parts(programs: int, slots: int) -> int:

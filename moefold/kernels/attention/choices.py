@@ -75,6 +75,11 @@ def cached_kernel_runs(facts: Facts) -> bool:
     return shape is not None and triton_computes(facts) and shape.head_dim <= 1024
 
 
+def largest_logit_kernel_runs(facts: Facts) -> bool:
+    shape = facts.attention
+    return shape is not None and triton_computes(facts) and shape.head_dim <= 256
+
+
 def hopper_blocks_run(facts: Facts) -> bool:
     shape = facts.attention
     if shape is None or not masked_kernels_run(facts):
@@ -189,8 +194,17 @@ CACHED_CHOICES = (
     ),
 )
 
+LARGEST_LOGIT_CHOICES = (
+    Choice(
+        "triton",
+        largest_logit_kernel_runs,
+        "cuda with Triton, fp32 or bf16, heads of at most 256",
+        "never stores the scores, skips keys that no query sees",
+    ),
+)
+
 CHOICES: Choices = {
-    "largest_logit": (),
+    "largest_logit": LARGEST_LOGIT_CHOICES,
     "cached_attention": CACHED_CHOICES,
     "attention": ATTENTION_CHOICES,
     "attention_block": BLOCK_CHOICES,

@@ -87,6 +87,20 @@ def row_dots(a, b):
     return tl.sum(products, 1)
 
 
+def power_of_two(size: int) -> int:
+    """The next one, and at least 16: the least of a product on tensor cores."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """A power of two and what is behind it, rounded up to one."""
+    next_power = triton.next_power_of_2(width)
+    main = next_power if next_power == width else next_power // 2
+    main = max(16, main)
+    rest = width - main
+    return main, power_of_two(rest) if rest > 0 else 0
+
+
 def contiguous_heads(x_BSHD: Tensor) -> Tensor:
     """Heads whose elements lie side by side."""
     if x_BSHD.stride(-1) == 1:
