@@ -146,7 +146,7 @@ def dynamic_context_records_no_routing(c: ConfigOnRanks) -> bool:
 @CONTEXT_RULES.rule(
     "dynamic context clips no logits",
     (SIZES, "optim.qk_clip"),
-    why="logits are watched where a rank has all keys of its queries",
+    why="padding differs with the sizes, and its logits would be clipped too",
     fix=FIXED_SIZES,
 )
 def dynamic_context_clips_no_logits(c: ConfigOnRanks) -> bool:

@@ -738,16 +738,6 @@ def clipped_logits_are_not_normed(c: ConfigOnRanks) -> bool:
     return c.optim.qk_clip == 0 or c.model.attention.qk_norm == "none"
 
 
-@OPTIMIZER_RULES.rule(
-    "clipped logits are seen whole",
-    ("optim.qk_clip", "parallel.cp"),
-    why="the largest logit is computed from the keys of one rank",
-    fix="set parallel.cp to 1",
-)
-def clipped_logits_are_seen_whole(c: ConfigOnRanks) -> bool:
-    return c.optim.qk_clip == 0 or c.parallel.cp == 1
-
-
 RULES: list[ConfigRule] = [
     *CROSS_FIELD_RULES,
     *MODEL_RULES,

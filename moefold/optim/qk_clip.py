@@ -20,7 +20,8 @@ from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.kernels.attention.largest_logit import largest_logit
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
-from moefold.model.attention.attention_base import AttentionBase, LogitWatch
+from moefold.model.attention.attention_base import AttentionBase
+from moefold.model.attention.logit_watch import LogitWatch
 from moefold.optim.optimizer import Optimizer
 
 
@@ -30,7 +31,7 @@ class QkClip:
     def __init__(self, model: nn.Module, optimizer: Optimizer, threshold: float, kernels: BoundKernels, world: World):
         self.optimizer = optimizer
         self.threshold = threshold
-        self.token_ranks = world.dp_cp  # ranks that see other tokens with the same heads
+        self.token_ranks = world.dp_cp  # ranks that see other tokens, or other shares of the heads
         self.layers: dict[str, AttentionBase] = {}
         if not threshold:
             return

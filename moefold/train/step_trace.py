@@ -19,7 +19,7 @@ from moefold.checkpoint.live.logical_tensors import restore_rng_state, rng_state
 from moefold.comm.host_objects import choose_object
 from moefold.data.loader import BatchLoader
 from moefold.layout.axes import World
-from moefold.model.attention.attention_base import LogitWatch
+from moefold.model.attention.logit_watch import LogitWatch
 from moefold.train.assemble import Run
 from moefold.train.finite_checks import BACKWARD, FORWARD, BadPlace, FiniteChecks, bad_state
 from moefold.train.injected_fault import injected_fault

@@ -173,7 +173,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "clipped logits are not normed": [
         ("--optim.qk_clip=50 --model.attention.qk_norm=head", 1, "optim.qk_clip = 50"),
     ],
-    "clipped logits are seen whole": [("--optim.qk_clip=50 --parallel.cp=2", 2, "parallel.cp = 2")],
     "split main weights are of bf16 weights": [("--optim.main=split --train.precision=fp32", 1, "optim.main = split")],
     "bf16 gradients are of bf16 weights": [
         ("--optim.gradients=bf16 --train.precision=fp32 --train.micro_batch=16", 1, "optim.gradients = bf16")

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.collectives import all_reduce_max_no_grad, all_reduce_no_grad
 from moefold.config.run import ParallelConfig
 from moefold.kernels.attention.attention import attention
+from moefold.kernels.attention.largest_logit import largest_logit
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.facts import Facts
@@ -26,6 +27,7 @@ from moefold.model.attention.context_parallel import (
     causal_chunk_pairs,
     choose_context_mechanism,
 )
+from moefold.model.attention.logit_watch import LogitWatch
 from moefold.model.steps import Region
 from tests.support.models import share
 from tests.support.ranks import run_ranks
@@ -35,7 +37,7 @@ FACTS = Facts("cpu", "fp64")
 BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 SEQUENCES, LENGTH, WIDTH = 2, 32, 6
 NODE_SIZES = {2: (1, 2), 4: (1, 2, 4)}
-NAMES = ("result", "gradient of q", "gradient of k", "gradient of v", "gradient of the sinks")
+NAMES = ("largest logits", "result", "gradient of q", "gradient of k", "gradient of v", "gradient of the sinks")
 
 
 class Form(NamedTuple):
@@ -100,18 +102,20 @@ def outcome(
     sinks: torch.Tensor | None,
     form: Form,
 ) -> list[torch.Tensor]:
-    """Result and gradients, the sinks' last."""
+    """The largest logit of each head as far as it is known here, result and gradients, the sinks' last."""
     leaves = [x.clone().requires_grad_() for x in (*qkv, *(() if sinks is None else (sinks,)))]
     q, k, v, *sink = leaves
-    y_BShV = context.attend(q, k, v, form.scale, form.window, sink[0] if sink else None, document_begins(form))
+    watch = LogitWatch(largest_logit)
+    y_BShV = context.attend(q, k, v, form.scale, form.window, sink[0] if sink else None, document_begins(form), watch)
     joined = context.heads_joiner(Region("swap"))(y_BShV)
     y = joined.view_as(dy)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    gradients = torch.autograd.grad(y, leaves, dy)
+    return [watch.take(), y.detach(), *gradients]
 
 
 def errors(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
     """How far this rank is from its positions of whole attention, for every mechanism. The sinks' gradient is one
-    summand on every rank."""
+    summand on every rank; the largest logits are the largest of all ranks."""
     found = {}
     everything = choose_context_mechanism("ring", BINDINGS["reference"], single_rank_world())
     whole = {name: outcome(everything, *inputs(form), form) for name, form in FORMS.items()}
@@ -128,7 +132,9 @@ def errors(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
                 for binding, kernels in BINDINGS.items():
                     context = choose_context_mechanism(mechanism, kernels, here)
                     values = outcome(context, parts, d_part, sinks, form)
+                    largest, *values = values
                     values = [all_reduce_no_grad(x.clone(), here.axis("cp")) if x.dim() == 1 else x for x in values]
+                    values = [all_reduce_max_no_grad(largest, here.axis("cp")), *values]
                     off = [(a - b).abs().max().item() for a, b in zip(values, expected, strict=True)]
                     found[mechanism, binding, name, node_size] = dict(zip(NAMES, off, strict=False))
     return found
@@ -142,13 +148,13 @@ def on_ranks(size: int):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mechanism", CONTEXT_MECHANISMS)
 @pytest.mark.parametrize("size", NODE_SIZES)
-def test_a_mechanism_equals_whole_attention_forward_and_backward(size: int, mechanism: str, form: str):
+def test_a_mechanism_equals_whole_attention_with_its_gradients_and_largest_logits(size: int, mechanism: str, form: str):
     seen = 0
     for rank, found in enumerate(on_ranks(size)):
         for case, off in found.items():
             if (case[0], case[2]) == (mechanism, form):
                 seen += 1
-                assert len(off) == (5 if FORMS[form].sinks else 4)
+                assert len(off) == (6 if FORMS[form].sinks else 5)
                 for name, error in off.items():
                     assert error <= 1e-12, f"rank {rank}, {case}: {name} is off by {error:.1e}"
     assert seen == size * len(BINDINGS) * (len(NODE_SIZES[size]) if mechanism == "hierarchical" else 1)
@@ -160,7 +166,7 @@ def test_alone_nothing_is_met_and_the_kernel_is_called(form: str, mechanism: str
     (q, k, v), _, sinks = inputs(FORMS[form])
     settings = (FORMS[form].scale, FORMS[form].window, sinks, document_begins(FORMS[form]))
     alone = choose_context_mechanism(mechanism, BINDINGS["reference"], single_rank_world())
-    assert torch.equal(alone.attend(q, k, v, *settings), attention.reference(q, k, v, *settings))
+    assert torch.equal(alone.attend(q, k, v, *settings, None), attention.reference(q, k, v, *settings))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -230,7 +236,7 @@ def test_within_documents_a_ring_computes_exactly_the_blocks_in_which_some_query
             cp = Axis("cp", tuple(range(ranks)), mine)
             begins_Bs = begins_from_chunks(begins_BS, cp)
             for theirs in range(ranks):
-                setting = RingSetting(1.0, window, cp, BINDINGS["reference"])
+                setting = RingSetting(1.0, window, cp, BINDINGS["reference"], None)
                 for queries, keys, _, begins in blocks_seen(torch.empty(1, 2 * size), begins_Bs, theirs, setting):
                     query, key = chunks[mine][queries.start // size], chunks[theirs][keys.start // size]
                     met.add((query, key))
@@ -261,7 +267,7 @@ def test_the_busiest_rank_computes_as_many_pairs_of_chunks_as_the_page_says(mean
         pairs: list[int] = []
         for mine in range(ranks):
             cp = Axis("cp", tuple(range(ranks)), mine)
-            setting = RingSetting(1.0, 0, cp, BINDINGS["reference"])
+            setting = RingSetting(1.0, 0, cp, BINDINGS["reference"], None)
             q, begins_Bs = torch.empty(1, length // ranks), begins_from_chunks(begins_BS, cp)
             pairs.append(sum(len(list(blocks_seen(q, begins_Bs, theirs, setting))) for theirs in range(ranks)))
         busiest.append(max(pairs))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import pytest
 import torch
 
 from moefold.config.run import AttentionConfig, Config, OptimConfig, ParallelConfig
+from moefold.kernels.attention.largest_logit import largest_logit
 from moefold.layout.axes import single_rank_world
 from moefold.model.attention.attention_base import AttentionBase
+from moefold.optim.qk_clip import watch_of
 from moefold.train.assemble import Run, assemble_run
+from moefold.train.evaluate import sample_text, validation_loss
 from moefold.train.parity import random_corpus
 from moefold.train.step import take_next_step
 from tests.test_optimizers_agree import PLAIN, RANKS, differences
@@ -106,10 +111,38 @@ def test_no_logit_above_the_threshold_changes_nothing():
     assert all(torch.equal(p, q) for p, q in zip(clipped.model.parameters(), free.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("recompute", [(), ("core",), ("layer",)], ids=str)
+def test_logits_are_looked_at_once_in_training_and_never_in_recompute_validation_or_samples(recompute: tuple[str, ...]):
+    config = configuration(KINDS["latent"], OptimConfig(qk_clip=50.0))
+    config = replace(config, memory=replace(config.memory, recompute=recompute))
+    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+    calls: list[str] = []
+    for name, module in run.qk_clip.layers.items():
+        watch = watch_of(module)
+        watch.op = partial(counted, calls, name)
+    for step in (1, 2):
+        take_next_step(run)
+        microbatches = config.train.global_batch // config.train.micro_batch
+        assert Counter(calls) == dict.fromkeys(run.qk_clip.layers, step * microbatches)
+    before = len(calls)
+    validation_loss(run)
+    sample_text(run, "def ")
+    assert len(calls) == before
+
+
+def counted(calls: list[str], layer: str, *inputs: Any) -> torch.Tensor:
+    calls.append(layer)
+    return largest_logit(*inputs)
+
+
 LAYOUTS = [
     (ParallelConfig(tp=2, ep=2), "one key head for each"),
     (ParallelConfig(pp=2, tp=2, etp=2), "latent"),
     (ParallelConfig(tp=2, ep=4), "shared key heads"),
+    (ParallelConfig(cp=4), "latent"),
+    (ParallelConfig(tp=2, cp=2, context="all_to_all"), "one key head for each"),
+    (ParallelConfig(pp=2, cp=2, context="all_gather"), "shared key heads"),
+    (ParallelConfig(cp=4, context="hierarchical"), "shared key heads"),
 ]
 
 

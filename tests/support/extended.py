@@ -47,7 +47,7 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
         "test_a_dispatcher_equals_the_local_one_forward_and_backward": 9,  # 470 s
     },
     "tests/model/test_context.py": {
-        "test_a_mechanism_equals_whole_attention_forward_and_backward": 7,  # 180 s
+        "test_a_mechanism_equals_whole_attention_with_its_gradients_and_largest_logits": 7,  # 180 s
     },
     "tests/kernels/attention/test_masked_triton.py": {
         "test_result_and_gradients_equal_those_of_the_reference": 7,  # 40 s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from moefold.layout.declare import DeclaringModule
 from moefold.layout.past_keys import PastKeys, Positions
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.attention.context_parallel import Attend, JoinHeads
+from moefold.model.attention.logit_watch import LogitWatch
 from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
 from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
@@ -28,27 +28,6 @@ from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import Linear
-
-
-@dataclass
-class LogitWatch:
-    """The largest logit of each head of this rank since it was taken last. `op`: kernels/attention/largest_logit.py."""
-
-    op: Callable[..., Tensor]
-    largest_H: Tensor | None = None
-
-    @torch.no_grad()
-    def note(self, *inputs: object) -> None:
-        largest_H = self.op(*inputs)
-        if self.largest_H is not None:
-            largest_H = self.largest_H.maximum(largest_H)
-        self.largest_H = largest_H
-
-    def take(self) -> Tensor:
-        assert self.largest_H is not None, "no microbatch has passed"
-        largest_H = self.largest_H
-        self.largest_H = None
-        return largest_H
 
 
 class HeadVectors(NamedTuple):
@@ -124,12 +103,10 @@ class AttentionBase(DeclaringModule):
         scale = self.scale
         window = self.window
         begins_BS = shard.begins_BS
-        watch = self.logit_watch
-        if self.training and watch is not None:
-            watch.note(q, k, scale, window, begins_BS)
         sinks = self.sinks
+        watch = self.logit_watch if self.training else None
         attend = self.attend_over[shard.cp.size]
-        y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS)
+        y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS, watch)
         y_CN = y_BSN.flatten(0, 1)
         project = self.out
         summand_CD = self.out_region(project, y_CN)

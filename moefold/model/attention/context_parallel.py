@@ -1,5 +1,6 @@
 """Context parallelism: queries meet keys that other ranks hold. A mechanism attends as the op `attention` does, with
-this rank's positions of q, k and v, and with the document begins of all positions; where cp is 1, by that op.
+this rank's positions of q, k and v, and with the document begins of all positions; where cp is 1, by that op. Where
+logits are clipped, the largest are noted where a rank has queries and keys: together the ranks note all.
 
     all_gather  every rank gets all keys and values; its queries, two chunks, attend to what lies before them
     all_to_all  ranks swap sequence for heads (Ulysses): each attends over whole sequences with its share of the heads;
@@ -30,11 +31,12 @@ from moefold.kernels.attention.masked import sink_gradient
 from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis, ContextAxes, World
+from moefold.model.attention.logit_watch import LogitWatch
 from moefold.model.steps import Region
 from moefold.model.token_layout import order_by_position, zigzag_positions
 
-# q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS -> y
-Attend = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None], Tensor]
+# q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS, watch of logits -> y
+Attend = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None, LogitWatch | None], Tensor]
 JoinHeads = Callable[[Tensor], Tensor]
 RankBlock = tuple[int, Tensor]  # a rank, its keys and values
 EarlyAndLate = tuple[int, int]  # a number for each of a rank's two chunks
@@ -63,14 +65,26 @@ class WholeHeads:
         return partial(torch.flatten, start_dim=2)
 
 
+def local_attention(kernels: BoundKernels) -> Attend:
+    """Attention to keys that are all here."""
+    attend = kernels[attention]
+
+    def note_and_attend(q, k, v, scale, window, sink_H, begins_BS, watch) -> Tensor:
+        if watch is not None:
+            watch.note(q, k, scale, window, begins_BS)
+        return attend(q, k, v, scale, window, sink_H, begins_BS)
+
+    return note_and_attend
+
+
 def all_gather_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMechanism:
     """Keys and values of all ranks, in the order of their positions; each of this rank's two chunks of queries is a
     causal attention over the keys up to its end."""
 
-    attend = kernels[attention]
+    attend = local_attention(kernels)
     cp = axes.cp
 
-    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
+    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS, watch) -> Tensor:
         k_BSGD = gather_positions(k_BsGD, cp)
         v_BSGV = gather_positions(v_BsGV, cp)
         length = k_BSGD.shape[1]
@@ -83,7 +97,7 @@ def all_gather_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMecha
             begins_Bs = begins[i]
             k = k_BSGD[:, :end]
             v = v_BSGV[:, :end]
-            part = attend(q, k, v, scale, window, sink_H, begins_Bs)
+            part = attend(q, k, v, scale, window, sink_H, begins_Bs, watch)
             parts.append(part)
         return torch.cat(parts, dim=1)
 
@@ -137,7 +151,7 @@ def zigzag_chunk_ends(length: int, cp: Axis) -> EarlyAndLate:
 
 
 def ulysses_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMechanism:
-    attend = kernels[attention]
+    attend = local_attention(kernels)
     return ulysses_attention(attend, axes.cp, axes.cp)
 
 
@@ -165,7 +179,7 @@ class SwappedAttention:
     cp: Axis
     first: int
 
-    def attend(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
+    def attend(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS, watch) -> Tensor:
         """All positions of the ranks, of this rank's share of the heads."""
         axis = self.axis
         heads = q_BsHD.shape[2]
@@ -179,7 +193,9 @@ class SwappedAttention:
         if sink_H is not None:
             shares = sink_H.chunk(axis.size)
             sink_H = shares[axis.index]
-        return self.attend_whole(q, k, v, scale, window, sink_H, begins_BS)
+        if watch is not None:
+            watch = watch.share(axis.index, axis.size)
+        return self.attend_whole(q, k, v, scale, window, sink_H, begins_BS, watch)
 
     def heads_joiner(self, swap: Region) -> JoinHeads:
         return partial(swap, self.swap_and_join)
@@ -267,13 +283,14 @@ class RingSetting(NamedTuple):
     window: int
     cp: Axis
     kernels: BoundKernels
+    watch: LogitWatch | None
 
 
 def ring_attention(axis: Axis, kernels: BoundKernels) -> WholeHeads:
     """Attention over what goes round a ring of ranks."""
 
-    def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS) -> Tensor:
-        setting = RingSetting(scale, window, axis, kernels)
+    def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS, watch) -> Tensor:
+        setting = RingSetting(scale, window, axis, kernels, watch)
         begins_Bs = begins_from_chunks(begins_BS, axis)
         return RingAttention.apply(q, k, v, sink_H, begins_Bs, setting)  # pyright: ignore[reportReturnType]
 
@@ -375,7 +392,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink_H: Tensor | None, begins_Bs: Tensor | None, setting: RingSetting):
-        scale, window, cp, kernels = setting
+        scale, window, cp, kernels, watch = setting
         attend = kernels[attention_block]
         merge_block = kernels[merge_attention_block]
         # nothing but the sinks met yet
@@ -393,6 +410,8 @@ class RingAttention(torch.autograd.Function):
                 q_part = q[:, mine]
                 k_part = keys[:, theirs]
                 v_part = values[:, theirs]
+                if watch is not None:
+                    watch.note(q_part, k_part, scale, window, begins, ahead)
                 part, part_lse = attend(q_part, k_part, v_part, scale, ahead, window, begins)
                 out_part = out[:, mine]
                 lse_part = lse[..., mine]
@@ -407,7 +426,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, *incoming):
         q, k, v, sink_H, begins_Bs, out, lse = ctx.saved_tensors
         setting = ctx.setting
-        scale, window, cp, kernels = setting
+        scale, window, cp, kernels, _ = setting
         (dy,) = incoming
         attend_backward = kernels[attention_block_backward]
         wide = lse.dtype
@@ -480,6 +499,6 @@ def choose_context_mechanism(
 ) -> ContextMechanism:
     axes = world.context(size)
     if axes.cp.size == 1:
-        return WholeHeads(kernels[attention])
+        return WholeHeads(local_attention(kernels))
     make_mechanism = CONTEXT_MECHANISMS[name]
     return make_mechanism(kernels, axes)
