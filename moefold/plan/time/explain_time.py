@@ -66,6 +66,9 @@ def piece_time_lines(clock: StepClock, piece: str, layer: int) -> Iterator[str]:
     seconds = clock.time_steps(piece, layer)
     for step in count.steps:
         yield from step_time_lines(step, shapes, seconds[step.name])
+        logits = clock.logit_flops(step, shapes)
+        if logits:
+            yield f"    largest logits: {logits / 1e12:.3f} TFLOP, in attention's forward, by its rate"
 
 
 def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iterator[str]:

@@ -177,6 +177,7 @@ class StepClock:
         data_gradient, weight_gradient = self.time_backward(step, s)
         timed = ForwardOfStep(step, s, forward)
         restoring = self.restore_seconds(timed)
+        forward = self.add_largest_logits(timed)
         travel = data_gradient.travel + self.sent_again_seconds(step, s)
         data_gradient = data_gradient._replace(memory=restoring, travel=travel)
         return PassSeconds(forward, data_gradient, weight_gradient)
@@ -206,6 +207,24 @@ class StepClock:
             joined=self.collective_seconds(step, "forward", attention),
             travel=self.travel_seconds(step),
         )
+
+    def add_largest_logits(self, timed: ForwardOfStep) -> OpSeconds:
+        """A forward with the products of queries and keys once more, by the rate of attention's forward. Recompute does
+        not repeat them."""
+        step, s, forward = timed
+        flops = self.logit_flops(step, s)
+        share = self.kernels.attention_forward
+        half = self.kernels.forward_half
+        seconds = self.attention_seconds(step, s, flops, share, half)
+        attention = forward.attention + seconds
+        return forward._replace(attention=attention)
+
+    def logit_flops(self, step: StepCount, s: RankShapes) -> float:
+        """FLOPs of the op `largest_logit`. Attention's are those of queries with keys, and of scores with values."""
+        is_watched = self.setting.optim.qk_clip > 0 and self.choices.stack == "moefold"
+        if not is_watched:
+            return 0.0
+        return step.attention * s.Q / (s.Q + s.V)
 
     def moving_seconds(self, pointwise: float, quantising: float) -> float:
         """Seconds of the bytes of pointwise and of quantising passes."""

@@ -80,6 +80,18 @@ def test_recompute_costs_time_and_never_more_than_a_forward(region: str, stack: 
     assert (again.D.memory > 0) != never_kept
 
 
+@pytest.mark.parametrize(("model", "share"), [("mixtral-8x7b", 1 / 2), ("kimi-k2", 3 / 5)])  # 128 / 128, 192 / 128
+def test_largest_logits_take_the_products_with_keys_once_more_and_recompute_repeats_none_of_them(
+    model: str, share: float
+):
+    for recompute in ((), ("core",), ("layer",)):
+        choices = PlanChoices(recompute=recompute)
+        plain, clipped = (passed(model, choices=choices, parallel__ep=8, optim__qk_clip=n) for n in (0, 100))
+        assert clipped.F.attention == pytest.approx(plain.F.attention * (1 + share))
+        assert clipped.F._replace(attention=0) == plain.F._replace(attention=0)
+        assert clipped[1:] == plain[1:]
+
+
 def test_tokens_that_are_dispatched_again_travel_once_more():
     plain, again = (passed(choices=PlanChoices(recompute=r), parallel__ep=8) for r in ((), ("dispatch",)))
     one_way = plain.F.travel / 2
