@@ -52,14 +52,14 @@ class StepReport:
         self.number = number
         self.lr = lr
         self.begun = begun
-        self.numbers = ToHost(outputs.numbers)
+        self.numbers = own_copy(outputs.numbers)
         self.layers, *counts = outputs.loads
-        self.counts = [ToHost(count) for count in counts]
+        self.counts = [own_copy(count) for count in counts]
         self.operands = outputs.operands  # of FP8 products, in a step that records them
-        self.units = {unit: ToHost(norm) for unit, norm in outputs.units.items()}
-        self.own_losses = ToHost(outputs.own_losses_1M)
+        self.units = {unit: own_copy(norm) for unit, norm in outputs.units.items()}
+        self.own_losses = own_copy(outputs.own_losses_1M)
         spike_2 = outputs.spike_2
-        self.spike = None if spike_2 is None else ToHost(spike_2)
+        self.spike = None if spike_2 is None else own_copy(spike_2)
         self.waste = waste  # the share of padding in a packed batch
         self.is_repeated = False  # since rows of experts found no room
         self.ended = DeviceTime(outputs.numbers.device)
@@ -128,6 +128,11 @@ class StepReport:
     @property
     def seconds(self) -> float:
         return self.begun.seconds_until(self.ended)
+
+
+def own_copy(x: Tensor) -> ToHost:
+    """A copy on the host. On a CPU too: the next replay of a tape writes to the same memory, before it is read."""
+    return ToHost(x if x.is_cuda else x.clone())
 
 
 def train_step(run: Run, batch: Batch) -> StepReport:

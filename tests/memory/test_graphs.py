@@ -50,7 +50,7 @@ def as_graph(run: Run, warm_up: int = WARM_UP) -> TapeRecorder:
 
 
 def figures(report: StepReport) -> list[object]:
-    """All numbers of a report, read before the next replay writes to the same memory."""
+    """All numbers of a report."""
     loads = report.loads
     counts = [loads.counts_LE.tolist(), loads.dropped_L.tolist(), loads.moved_L.tolist()]
     return [report.number, report.lr, list(report.read), *counts]

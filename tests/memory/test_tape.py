@@ -16,7 +16,8 @@ from moefold.layout.tape_entries import one_entry
 from moefold.memory.graphs import StepGraph
 from moefold.memory.tape import Memory, TapeRecorder, arena_offsets
 from moefold.train.assemble import Run, assemble_run
-from tests.memory.test_graphs import STEPS, VARIANTS, same_state, small_config, steps_agree
+from moefold.train.step import take_next_step
+from tests.memory.test_graphs import STEPS, VARIANTS, figures, same_state, small_config, steps_agree
 from tests.train.test_fp8_runs import counting_corpus
 
 
@@ -46,6 +47,14 @@ def test_replays_give_the_bits_of_ordinary_steps(variant: str):
     assert taped.graph is not None
     assert taped.graph.captured is not None
     assert same_state(plain, taped)
+
+
+def test_a_report_that_is_read_behind_later_replays_tells_of_its_own_step():
+    """The training loop reads the report of a step when the next one has run."""
+    plain, taped = assembled("", tape=False), assembled("", tape=True)
+    right = [take_next_step(plain) for _ in range(STEPS)]
+    mine = [take_next_step(taped) for _ in range(STEPS)]
+    assert [figures(report) for report in mine] == [figures(report) for report in right]
 
 
 def recorded(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None] | None]:
