@@ -8,8 +8,13 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.facts import Facts
 from moefold.kernels.linear.few_rows_triton import launch_few_rows
 from moefold.kernels.linear.linear import linear
+from moefold.kernels.linear.product import PLAIN
+from moefold.layout.axes import single_rank_world
+from moefold.precision.linear import Linear, LinearGroup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,6 +36,20 @@ def test_every_layer_has_its_product_and_its_bias(rows: int, inputs: int, output
     found = launch_few_rows(x, layers)
     for y, (weight, bias) in zip(found, layers, strict=True):
         torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_layers_without_an_adapter_are_asked_for_few_rows(in_group: bool, monkeypatch: pytest.MonkeyPatch):
+    """Whether rows are few is what a device and the rows decide, not that a module names the adapters of its layers."""
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr("moefold.kernels.linear.linear.has_few_rows", asked.append)
+    world = single_rank_world("cpu")
+    layer = Linear(world, 16, 8, std=1.0)
+    kernels = BoundKernels(Facts("cpu", "fp32"), ["linear=fused_dgrad"])
+    layer.use_recipe(PLAIN, kernels)
+    module = LinearGroup(world, layer, layer) if in_group else layer
+    module(normal(2, 16).cpu())
+    assert len(asked) == 1
 
 
 @pytest.mark.gpu
