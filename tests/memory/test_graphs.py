@@ -74,6 +74,7 @@ VARIANTS = {
     "plain": "",
     "documents": "--data.attend document",
     "jitter": "--model.moe.router.jitter 0.1",
+    "sinks": "--model.attention.sinks true",
     "bias at the pace of the learning rate": "--model.moe.balance.bias_rate 0.01",
     "balance over the global batch": "--model.moe.balance.aux_loss 0.01 --model.moe.balance.aux_over global_batch",
     "balance over the batch before": "--model.moe.balance.aux_loss 0.01 --model.moe.balance.aux_over previous_batch",

@@ -38,6 +38,7 @@ def assembled(words: str, tape: bool) -> Run:
         "split main weights",
         "recompute",
         "jitter",
+        "sinks",
     ],
 )
 def test_replays_give_the_bits_of_ordinary_steps(variant: str):

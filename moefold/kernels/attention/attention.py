@@ -192,7 +192,7 @@ def sink_as_first_key(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, score_H: T
     k = F.pad(k_BLGD, (0, SINK_DIMS))
     first_key = k[:, :1]
     sink_key = torch.zeros_like(first_key)
-    sink_key[..., d] = 1
+    sink_key[..., d].fill_(1)
     all_keys = (sink_key, k)
     k = torch.cat(all_keys, dim=1)
     # Values: zeros for the sink.
@@ -209,12 +209,13 @@ def sdpa_attention_mask(
     begins_BS: Tensor | None,
 ) -> Tensor | None:
     """The mask where SDPA's own causal mask does not fit: lower right, or with a window or documents, which never hide
-    a sink. None where one query sees all keys."""
+    a sink. None where one query sees all keys. A GPU has kernels for a lower right mask that is described, not made."""
     queries = q_BSHD.shape[1]
     keys = k_BLGD.shape[1]
-    if not window and begins_BS is None:
-        if queries == 1:
-            return None
+    is_causal = not window and begins_BS is None
+    if is_causal and queries == 1:
+        return None
+    if is_causal and q_BSHD.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, three seconds for few runs
 
         return causal_lower_right(queries, keys)
@@ -222,7 +223,7 @@ def sdpa_attention_mask(
     device = q_BSHD.device
     mask = attention_mask(queries, keys, ahead, window, device, begins_BS)
     if sink:
-        mask[..., 0] = True
+        mask[..., 0].fill_(True)
     return mask
 
 
