@@ -36,7 +36,7 @@ BatchForm = list[TensorForm]
 T = TypeVar("T")
 Replay = Callable[[], None]
 Work = Callable[[], T]
-Recorded = tuple[T, Replay | None]  # None: the work has run, and cannot be replayed
+Recorded = tuple[T, Replay | str]  # or why the work, which has run, cannot be replayed
 NamedTensors = dict[str, Tensor]
 
 
@@ -83,8 +83,8 @@ class CudaRecorder:
 def record_for_replay(recorder: Recorder, work: Work[T]) -> tuple[T, Replay]:
     """The result of work, and its replay."""
     result, replay = recorder.record(work)
-    if replay is None:
-        raise RunFailure("work that must be replayed reads values on the host, so that it cannot be recorded")
+    if isinstance(replay, str):
+        raise RunFailure(f"work that must be replayed cannot be recorded: {replay}")
     return result, replay
 
 
@@ -226,14 +226,14 @@ class StepGraph(Generic[T]):
         self.inputs: StaticBatch | None = None
         self.captured: Captured[T] | None = None
         self.eager_steps = 0
-        self.stays_eager = False  # since a step could not be recorded
+        self.obstacle = ""  # why a step could not be recorded; all further ones are eager
 
     def fits(self, batch: Batch) -> bool:
         return self.form == form_of_batch(batch)
 
     def captures_next(self, batch: Batch) -> bool:
         """Whether the step on this batch will be captured."""
-        if self.captured is not None or self.stays_eager:
+        if self.captured is not None or self.obstacle:
             return False
         is_warm = self.eager_steps >= self.warm_up_steps
         return is_warm and self.fits(batch)
@@ -256,14 +256,14 @@ class StepGraph(Generic[T]):
         assert self.inputs is not None
         self.inputs.fill(batch)
         compute_static = partial(compute, self.inputs.batch)
-        if self.stays_eager or self.eager_steps < self.warm_up_steps:
+        if self.obstacle or self.eager_steps < self.warm_up_steps:
             self.eager_steps += 1
             outputs = self.recorder.run(compute_static)
             return Taken(outputs, False)
         if self.captured is None:
             outputs, replay = self.recorder.record(compute_static)
-            if replay is None:
-                self.stays_eager = True
+            if isinstance(replay, str):
+                self.obstacle = replay
                 return Taken(outputs, False)
             self.captured = Captured(outputs, replay)
         self.captured.replay()

@@ -100,7 +100,7 @@ class Tape(TorchDispatchMode):
         if self.obstacle:
             return func(*args, **kwargs)
         if reads_on_host(func, args):
-            self.stop(f"{func.name()} reads a value on the host")
+            self.stop(f"{func.name()} reads or makes a value on the host")
         given = storages_in((args, kwargs))
         results = func(*args, **kwargs)
         made, _ = tree_flatten(results)
@@ -143,7 +143,7 @@ class Tape(TorchDispatchMode):
         number = len(self.memories)
         self.number_of[address] = number
         if number == MOST_MEMORIES:
-            self.stop("too many ops: a step of so many is not bound by the host")
+            self.stop(f"a step of more than {MOST_MEMORIES} results is not bound by the host")
         now = len(self.calls)
         memory = Memory(storage.nbytes(), storage._weak_ref(), now, now)
         self.memories.append(memory)
@@ -321,13 +321,13 @@ class TapeRecorder:
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
-    def record(self, work: Callable[[], T]) -> tuple[T, Replay | None]:
+    def record(self, work: Callable[[], T]) -> tuple[T, Replay | str]:
         tape = Tape()
         with open_tape(tape):
             result = work()
         plan = Plan(tape)
         if tape.obstacle:
-            return result, None
+            return result, tape.obstacle
         has_run = True
 
         def replay() -> None:

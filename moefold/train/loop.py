@@ -477,6 +477,7 @@ class TrainingLoop:
         self.in_flight: StepInFlight | None = None  # begun and not recorded yet
         self.timer = StepTimer(run.world, run.config.observe.times_every)
         self.say: Printer = recorder.progress.print_message
+        self.has_told_of_tape = False
 
     def run_to_end(self) -> StopRequest | None:
         """Steps until the last one. Returns the request upon which the run was stopped before."""
@@ -529,6 +530,7 @@ class TrainingLoop:
             report = begin_next_step(run, recorder)
             times = self.timer.window_at(run.step)
             exchanged = any_rank_asks(requests, run.world, times)
+        self.tell_of_tape()
         begun = StepInFlight(report, exchanged, self.memory.take_waited())
         # The device works on the step just begun; the one before is done, so reading it waits for nothing.
         stop = False
@@ -543,6 +545,13 @@ class TrainingLoop:
         else:
             self.in_flight = begun
         return stop
+
+    def tell_of_tape(self) -> None:
+        """Say once why steps are not replayed, if a run that asks for a tape has none."""
+        graph = self.run.graph
+        if graph is not None and graph.obstacle and not self.has_told_of_tape:
+            self.say(f"memory.tape: every step runs anew, since {graph.obstacle}")
+            self.has_told_of_tape = True
 
     def check_gradients(self) -> None:
         """In the first steps, warn of parameters without a gradient."""

@@ -13,11 +13,12 @@ from torch import Tensor
 from moefold.anatomy.tape_obstacles import tape_obstacles
 from moefold.layout.axes import single_rank_world
 from moefold.layout.tape_entries import one_entry
-from moefold.memory.graphs import StepGraph
+from moefold.memory.graphs import StepGraph, record_for_replay
 from moefold.memory.tape import Memory, TapeRecorder, arena_offsets
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.step import take_next_step
 from tests.memory.test_graphs import STEPS, VARIANTS, figures, same_state, small_config, steps_agree
+from tests.support.runs import SMALL, command, corpus
 from tests.train.test_fp8_runs import counting_corpus
 
 
@@ -58,10 +59,9 @@ def test_a_report_that_is_read_behind_later_replays_tells_of_its_own_step():
     assert [figures(report) for report in mine] == [figures(report) for report in right]
 
 
-def recorded(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None] | None]:
-    result, replay = TapeRecorder().record(work)
-    if replay is not None:
-        replay()  # the recording itself has run
+def recorded(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    result, replay = record_for_replay(TapeRecorder(), work)
+    replay()  # the recording itself has run
     return result, replay
 
 
@@ -69,7 +69,6 @@ def test_a_replay_reads_what_memory_holds_now():
     x = torch.arange(6.0).view(2, 3)
     result, replay = recorded(lambda: (x.t() * 2).softmax(0)[1:].sum())
     x.mul_(-1)
-    assert replay is not None
     replay()
     assert torch.equal(result, (x.t() * 2).softmax(0)[1:].sum())
 
@@ -87,7 +86,6 @@ def test_a_function_that_is_one_entry_may_read_values():
         return total
 
     _, replay = recorded(work)
-    assert replay is not None
     assert total == 6
     replay()
     x.neg_()
@@ -103,8 +101,9 @@ def test_work_that_reads_values_runs_and_is_not_replayed(reads: str):
         getattr(x, reads)()
         return x + 1
 
-    result, replay = recorded(work)
-    assert replay is None
+    result, why = TapeRecorder().record(work)
+    assert isinstance(why, str)
+    assert "on the host" in why
     assert result == 2
 
 
@@ -115,7 +114,17 @@ def test_a_run_whose_step_reads_values_goes_on_without_a_tape():
     assert taped.graph is not None
     assert taped.graph.captured is None
     assert isinstance(taped.graph, StepGraph)
-    assert taped.graph.stays_eager
+    assert "on the host" in taped.graph.obstacle
+
+
+def test_a_run_that_asks_for_a_tape_and_has_none_says_why(tmp_path: Path):
+    forced = ["--kernels.force", "grouped_gemm=reference,grouped_gemm_weight=reference", "--checkpoint.every", "0"]
+    words = [*SMALL, *corpus(tmp_path), *forced, "--train.steps", "5", "--train.sample_tokens", "0"]
+    code, output = command(
+        ["train", "tiny", *words, "--out", str(tmp_path / "a"), "--memory.tape", "true"], tmp_path / "log"
+    )
+    assert code == 0, output
+    assert output.count("memory.tape: every step runs anew, since a list of a tensor's values is read on the host") == 1
 
 
 def test_memory_is_shared_by_what_is_not_alive_at_the_same_time():
