@@ -92,8 +92,8 @@ MIB = 2**20
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
 TAPED = (
-    "a tape: the ops of the fourth step are recorded, and replayed in later ones, unless they read values on the host or "
-    "are too many, as the run says then"
+    "a tape: the ops of the fourth step are recorded, and replayed in later ones, unless they read values on the host "
+    "or are too many, as the run says then"
 )
 CAPTURED = "forward, backward, clipping and update of all microbatches, captured after some eager steps"
 EAGER = "validation, samples, profiled steps, steps that record FP8 operands"
