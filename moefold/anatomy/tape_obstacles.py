@@ -18,6 +18,8 @@ def tape_obstacles(config: Config, ranks: int) -> list[str]:
     obstacles: list[str] = []
     if not config.memory.tape:
         obstacles.append("memory.tape = false")
+    if config.train.device == "cuda":
+        obstacles.append("train.device = cuda: a tape is of a step on a CPU")
     if config.observe.fault:
         obstacles.append("observe.fault: what is done to a step on purpose is not recorded")
     memory = replace(config.memory, graphs="whole")

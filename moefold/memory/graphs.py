@@ -276,7 +276,7 @@ def make_step_graph(config: Config, world: World) -> StepGraph[Any] | None:
     if config.memory.graphs == "whole":
         recorder = CudaRecorder(device)
         return StepGraph(recorder)
-    if device.type == "cpu" and not tape_obstacles(config, world.size):
+    if not tape_obstacles(config, world.size):
         recorder = TapeRecorder()
         return StepGraph(recorder)
     return None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moefold.anatomy.adapters import adapter_parameters, run_flops_per_token
 from moefold.anatomy.model_totals import active_parameters, total_parameters
+from moefold.anatomy.tape_obstacles import tape_obstacles
 from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import StoragePath, checkpoint_folder, require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
@@ -232,6 +233,8 @@ def introduction_lines(run: Run) -> list[str]:
     lines += source_lines(run)
     if config.parallel.ep * config.parallel.etp > 1:
         lines.append(f"dispatcher: {config.parallel.dispatcher} ({run.dispatcher_reason})")
+    if config.memory.tape:
+        lines += [f"memory.tape: every step runs anew: {why}" for why in tape_obstacles(config, world.size)]
     clones = clones_in_words(config)
     if clones:
         lines.append(f"clones of hot experts: {clones}")
@@ -550,7 +553,7 @@ class TrainingLoop:
         """Say once why steps are not replayed, if a run that asks for a tape has none."""
         graph = self.run.graph
         if graph is not None and graph.obstacle and not self.has_told_of_tape:
-            self.say(f"memory.tape: every step runs anew, since {graph.obstacle}")
+            self.say(f"memory.tape: every step runs anew: {graph.obstacle}")
             self.has_told_of_tape = True
 
     def check_gradients(self) -> None:

@@ -16,6 +16,7 @@ from moefold.layout.tape_entries import one_entry
 from moefold.memory.graphs import StepGraph, record_for_replay
 from moefold.memory.tape import Memory, TapeRecorder, arena_offsets
 from moefold.train.assemble import Run, assemble_run
+from moefold.train.loop import introduction_lines
 from moefold.train.step import take_next_step
 from tests.memory.test_graphs import STEPS, VARIANTS, figures, same_state, small_config, steps_agree
 from tests.support.runs import SMALL, command, corpus
@@ -124,7 +125,7 @@ def test_a_run_that_asks_for_a_tape_and_has_none_says_why(tmp_path: Path):
         ["train", "tiny", *words, "--out", str(tmp_path / "a"), "--memory.tape", "true"], tmp_path / "log"
     )
     assert code == 0, output
-    assert output.count("memory.tape: every step runs anew, since a list of a tensor's values is read on the host") == 1
+    assert output.count("memory.tape: every step runs anew: a list of a tensor's values is read on the host") == 1
 
 
 def test_memory_is_shared_by_what_is_not_alive_at_the_same_time():
@@ -142,4 +143,13 @@ def test_what_stands_in_the_way_of_a_graph_stands_in_the_way_of_a_tape():
     config = replace(plain, memory=replace(plain.memory, tape=True))
     assert not tape_obstacles(config, 1)
     assert any("several" in reason or "ranks" in reason for reason in tape_obstacles(config, 2))
+    on_a_gpu = replace(config, train=replace(config.train, device="cuda"))
+    assert any("cuda" in reason for reason in tape_obstacles(on_a_gpu, 1))
     assert tape_obstacles(plain, 1) == ["memory.tape = false"]
+
+
+def test_a_run_tells_what_stands_in_the_way_of_its_tape():
+    run = assembled("--optim.clip_by previous", tape=True)
+    assert run.graph is None
+    (told,) = [line for line in introduction_lines(run) if line.startswith("memory.tape")]
+    assert "optim.clip_by" in told
