@@ -7,8 +7,8 @@ from moefold.config.clone_rules import COUNTING_DISPATCHERS
 from moefold.config.rule import ConfigOnRanks, RuleList
 
 SIZES = "parallel.context_sizes"
+DISPATCHERS = ("auto", *COUNTING_DISPATCHERS)  # auto chooses among these
 FIXED_SIZES = "set parallel.context_sizes to fixed"
-SCHEDULES_OF_ANY_NUMBER = ("1f1b", "gpipe")  # of microbatches
 
 CONTEXT_RULES = RuleList()
 
@@ -60,13 +60,13 @@ def dynamic_context_has_heads(c: ConfigOnRanks) -> bool:
 @CONTEXT_RULES.rule(
     "dynamic context sends rows that are counted",
     (SIZES, "parallel.dispatcher", "parallel.ep", "parallel.etp"),
-    why=f"ranks have different numbers of tokens, which {', '.join(COUNTING_DISPATCHERS)} count, without etp",
+    why=f"ranks have different numbers of tokens, which {', '.join(COUNTING_DISPATCHERS)} count",
     fix=FIXED_SIZES,
 )
 def dynamic_context_counts_rows(c: ConfigOnRanks) -> bool:
     p = c.parallel
-    counts = p.ep == 1 or p.dispatcher in COUNTING_DISPATCHERS
-    return not is_dynamic(c) or (counts and p.etp == 1)
+    counts = p.ep * p.etp == 1 or p.dispatcher in DISPATCHERS
+    return not is_dynamic(c) or counts
 
 
 @CONTEXT_RULES.rule(
@@ -77,17 +77,6 @@ def dynamic_context_counts_rows(c: ConfigOnRanks) -> bool:
 )
 def dynamic_context_has_no_clones(c: ConfigOnRanks) -> bool:
     return not (is_dynamic(c) and c.parallel.clone_slots)
-
-
-@CONTEXT_RULES.rule(
-    "dynamic context has any number of microbatches",
-    (SIZES, "pipeline.schedule", "pipeline.vpp"),
-    why=f"steps differ in their number of microbatches, which {' and '.join(SCHEDULES_OF_ANY_NUMBER)} without vpp take",
-    fix=FIXED_SIZES,
-)
-def dynamic_context_has_a_schedule(c: ConfigOnRanks) -> bool:
-    takes_any = c.pipeline.schedule in SCHEDULES_OF_ANY_NUMBER and c.pipeline.vpp == 1
-    return not is_dynamic(c) or takes_any or c.parallel.pp == 1
 
 
 @CONTEXT_RULES.rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moefold.anatomy.step_specs import dispatched_width
+from moefold.config.clone_rules import COUNTING_DISPATCHERS
 from moefold.config.precision_recipes import SCALE_BLOCK
 from moefold.config.run import Config
 from moefold.dispatch.catalog import DispatchTrip, LinkSpeeds, all_entries
@@ -64,10 +65,12 @@ def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int,
     joint_inside = min(joint_ranks, ranks_on_a_node)
     joint_trip = replace(trip, ranks=joint_ranks, inside=joint_inside)
     one_node = trip.inside >= trip.ranks
+    is_uneven = parallel.context_sizes == "dynamic"
     seconds: dict[str, float] = {}
     for name, entry in all_entries().items():
         is_left_out = entry.several_nodes and one_node
         is_left_out |= entry.on_request and parallel.dispatcher != name
+        is_left_out |= is_uneven and name not in COUNTING_DISPATCHERS
         if entry.seconds is None or is_left_out:
             continue
         load = joint_trip if entry.joins_etp else trip

@@ -43,14 +43,11 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         (f"{DYNAMIC} --parallel.context=all_to_all", 8, "parallel.context = all_to_all"),
     ],
     "dynamic context sends rows that are counted": [
-        (f"{DYNAMIC} --parallel.ep=2", 2, "parallel.dispatcher = auto"),
-        (f"{DYNAMIC} --parallel.etp=2", 2, "parallel.etp = 2"),
+        (f"{DYNAMIC} --parallel.ep=2 --parallel.dispatcher=all_gather", 2, "parallel.dispatcher = all_gather"),
+        (f"{DYNAMIC} --parallel.etp=2 --parallel.dispatcher=symmetric", 2, "parallel.dispatcher = symmetric"),
     ],
     "dynamic context has no clones": [
         (f"{DYNAMIC} --parallel.clone_slots=1 --parallel.ep=2", 2, "parallel.clone_slots = 1"),
-    ],
-    "dynamic context has any number of microbatches": [
-        (f"{DYNAMIC} --pipeline.schedule=zb_h1 --parallel.pp=2", 2, "pipeline.schedule = zb_h1"),
     ],
     "a step of dynamic context is launched anew": [(f"{DYNAMIC} --memory.graphs=whole", 2, "memory.graphs = whole")],
     "dynamic context predicts next tokens": [(f"{DYNAMIC} --train.objective=dpo", 2, "train.objective = dpo")],

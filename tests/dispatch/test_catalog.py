@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.clone_rules import COUNTING_DISPATCHERS
 from moefold.config.extensions import EXTENSIONS, Extension, register_extension
 from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import ParallelConfig
@@ -21,7 +22,7 @@ from moefold.dispatch.catalog import (
     dispatcher_entry,
 )
 from moefold.dispatch.local import LocalDispatcher
-from moefold.dispatch.price import cheapest_dispatcher, predicted_one_way
+from moefold.dispatch.price import cheapest_dispatcher, predicted_one_way, seconds_by_dispatcher
 from moefold.presets.zoo import PRESETS
 
 EIGHT_RANKS = replace(PRESETS["qwen3-30b-a3b"](), parallel=ParallelConfig(ep=8))
@@ -47,6 +48,12 @@ def test_every_entry_is_of_a_legal_name_and_says_what_config_says():
     assert set(DISPATCHER_ENTRIES) == set(DISPATCHER_NAMES.builtin) - {"auto"}
     for name, entry in DISPATCHER_ENTRIES.items():
         assert entry.says == DISPATCHER_NAMES.says(name)
+
+
+def test_where_ranks_have_different_numbers_of_tokens_auto_takes_a_dispatcher_that_counts_rows():
+    dynamic = replace(EIGHT_RANKS, parallel=ParallelConfig(ep=8, context_sizes="dynamic"))
+    assert set(seconds_by_dispatcher(EIGHT_RANKS, 4, 2, LinkSpeeds())) - {"all_gather"} == set(COUNTING_DISPATCHERS)
+    assert set(seconds_by_dispatcher(dynamic, 4, 2, LinkSpeeds())) == set(COUNTING_DISPATCHERS)
 
 
 def test_what_a_dispatcher_needs_is_said():

@@ -26,21 +26,30 @@ COUNTED = "all_gather"  # whose bytes are compared with those of fixed sizes
 
 
 class Case(NamedTuple):
-    """Degrees and mechanism, the form of attention, layers that look ahead, what balance is counted over, and the bins
-    of a batch."""
+    """Mechanism, degrees and the form of attention; layers that look ahead, what balance is counted over, the bins of a
+    batch, and the schedule."""
 
+    context: str
     parallel: dict[str, Any]
     form: dict[str, Any]
     mtp: int = 0
     over: str = "sequence"
     sequences: int = 4
+    schedule: str = "1f1b"
+    pair: bool = False
 
 
+WINDOW = {"window": 5}
+SINKS = {"window": 7, "sinks": True}
 CASES = {
-    "all_gather": Case({"cp": 2, "ep": 8, "dispatcher": "all_to_all"}, {"window": 5}, mtp=1, sequences=8),
-    "all_to_all": Case({"cp": 4, "ep": 4, "dispatcher": "dedup"}, {"window": 7, "sinks": True}, over="previous_batch"),
-    "hierarchical": Case({"cp": 8, "ep": 8, "dispatcher": "all_to_all"}, {}, sequences=2),
-    "ring": Case({"cp": 2, "pp": 2, "tp": 2}, {"kind": "mla"}),
+    "all_gather": Case("all_gather", {"cp": 2, "ep": 8, "dispatcher": "all_to_all"}, SINKS, mtp=1, sequences=8),
+    "all_to_all": Case("all_to_all", {"cp": 4, "ep": 4, "dispatcher": "dedup"}, SINKS, over="previous_batch"),
+    "hierarchical": Case("hierarchical", {"cp": 8, "ep": 8}, SINKS, sequences=2),
+    "ring": Case("ring", {"cp": 4, "ep": 2, "etp": 2, "dispatcher": "dedup"}, SINKS),
+    "interleaved": Case("ring", {"cp": 2, "pp": 2, "ep": 4}, WINDOW, mtp=1, schedule="interleaved", pair=True),
+    "zb_h1": Case("ring", {"cp": 2, "pp": 2, "tp": 2}, {"kind": "mla"}, schedule="zb_h1"),
+    "zb_v": Case("all_to_all", {"cp": 2, "pp": 2}, {}, schedule="zb_v"),
+    "dualpipe_v": Case("all_gather", {"cp": 2, "pp": 2, "ep": 2, "etp": 2}, {}, schedule="dualpipe_v"),
 }
 
 
@@ -55,13 +64,14 @@ class Outcome(NamedTuple):
 
 def configuration(name: str) -> Config:
     case = CASES[name]
-    parallel = {"context": name, **case.parallel}
-    config = packed(RANKS, case.form, mtp=case.mtp, over=case.over, **parallel)
+    parallel = {"context": case.context, **case.parallel}
+    config = packed(RANKS, case.form, mtp=case.mtp, over=case.over, schedule=case.schedule, **parallel)
     attention = replace(config.model.attention, heads=HEADS, kv_heads=HEADS)
     model = replace(config.model, attention=attention)
     dynamic = replace(config.parallel, context_sizes="dynamic")
     train = replace(config.train, global_batch=case.sequences, micro_batch=1)
-    return check_config(replace(config, model=model, parallel=dynamic, train=train), RANKS)
+    pipeline = replace(config.pipeline, pair=case.pair)
+    return check_config(replace(config, model=model, parallel=dynamic, train=train, pipeline=pipeline), RANKS)
 
 
 def outcomes(world: World) -> dict[str, Outcome]:

@@ -22,6 +22,7 @@ from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
 from moefold.presets.zoo import PRESETS
+from moefold.schedule.schedule_catalog import SCHEDULES as CATALOG
 from moefold.train.assemble import assemble_run, build_model, choose_kernels
 from moefold.train.loop import introduction_lines
 from moefold.train.parity import (
@@ -89,7 +90,7 @@ def packed(
         config,
         model=replace(config.model, moe=moe, mtp=mtp, attention=attention),
         parallel=ParallelConfig(**parallel),
-        pipeline=replace(config.pipeline, schedule=schedule, vpp=2 if schedule == "interleaved" else 1),
+        pipeline=replace(config.pipeline, schedule=schedule, vpp=CATALOG[schedule].least_vpp),
         train=replace(config.train, precision="fp64"),
     )
     config = shrink_config(config, world)

@@ -38,6 +38,7 @@ from moefold.schedule.simulate_program import uneven_makespan
 from moefold.schedule.stage_costs import uniform_costs
 
 MOST_SAMPLES = 1024  # of a batch, that are drawn and grouped
+PLAIN_PIPELINE = PipelineConfig()
 OP_SHARES = 3  # of a microbatch's seconds: forward, data gradient, weight gradient
 
 
@@ -63,7 +64,7 @@ def dynamic_seconds(setting: RunSetting, gpu: Gpu) -> float:
     timed = [time_microbatch(each, drawn.lengths, price) for each in drawn.plan.microbatches]
     seconds = sum(each.seconds for each in timed)
     further = microbatch_scale(setting, drawn) - 1
-    return step_seconds(timed, shape.stages) + further * seconds / shape.stages
+    return step_seconds(timed, shape.stages, setting.pipeline) + further * seconds / shape.stages
 
 
 class DynamicContext(NamedTuple):
@@ -168,11 +169,15 @@ def time_group(group: ContextGroup, lengths: Sequence[int], price: ContextPrice)
     return group_seconds(sums, price.fixed)
 
 
-def step_seconds(microbatches: Sequence[ContextMicrobatch], stages: int) -> float:
-    """Seconds of the pipeline's program, stages of equal work."""
-    program = ordered_program(PipelineConfig(), stages, len(microbatches))
-    costs = uniform_costs(stages)
-    weights = [microbatch.seconds / (OP_SHARES * stages) for microbatch in microbatches]
+def step_seconds(
+    microbatches: Sequence[ContextMicrobatch],
+    ranks: int,
+    pipeline: PipelineConfig = PLAIN_PIPELINE,
+) -> float:
+    """Seconds of the pipeline's program on so many ranks, stages of equal work."""
+    program = ordered_program(pipeline, ranks, len(microbatches))
+    costs = uniform_costs(ranks * pipeline.vpp, pipeline.vpp)
+    weights = [microbatch.seconds / (OP_SHARES * ranks) for microbatch in microbatches]
     return uneven_makespan(program, costs, weights)
 
 

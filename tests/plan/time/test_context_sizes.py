@@ -72,6 +72,15 @@ def test_a_step_of_uneven_microbatches_is_simulated(stages: int):
         assert found < step_seconds(sorted(microbatches, reverse=True), stages), "small ones first and last"
 
 
+def test_the_schedule_of_uneven_microbatches_counts():
+    microbatches = [ContextMicrobatch((), each) for each in (1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0)]
+    plain, interleaved, deferred = (
+        step_seconds(microbatches, 4, PipelineConfig(schedule, vpp))
+        for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("zb_v", 2))
+    )
+    assert max(deferred, interleaved) < plain
+
+
 def test_dynamic_sizes_reach_the_figures_of_the_page():
     report = context_report(OPTIONS)
     assert report["ratio"] >= 1.5

@@ -84,6 +84,14 @@ def test_a_longer_batch_takes_longer_in_proportion():
     assert whole / half == pytest.approx(2, rel=0.1)
 
 
+def test_a_schedule_with_less_bubble_takes_less_time():
+    plain, deferred = (
+        seconds(lengths="4000:1", **{"parallel.pp": 4, "parallel.cp": 8, "pipeline.schedule": name})
+        for name in ("1f1b", "zb_h1")
+    )
+    assert deferred < plain
+
+
 def test_drawn_lengths_are_those_of_the_histogram_within_the_batch():
     samples = parse_lengths(("100:0.5", "900:0.5"))
     assert set(draw_lengths(samples, 10_000, 10_000)) == {100, 900}
