@@ -205,8 +205,16 @@ def describe_context(config: Config, ranks: int) -> str | None:
     return (
         f"the samples of a batch are grouped anew on groups of {sizes} of the {shape.ranks} dp x cp ranks, by "
         f"{parallel.context}; each gets the least that fits, {shape.limit} tokens a rank; microbatches are as many as "
-        "take the least FLOPs of the slowest ranks; the memory planned here is that of the size that needs most"
+        f"take the least FLOPs of the slowest ranks, with {sending_in_words(config)}; "
+        "the memory planned here is that of the size that needs most"
     )
+
+
+def sending_in_words(config: Config) -> str:
+    sending = config.parallel.context_sending
+    if not sending:
+        return "what groups send, as measured at the start"
+    return f"sending as attention to so many keys a token: {' '.join(sending)} (parallel.context_sending)"
 
 
 def describe_objective(config: Config) -> str | None:

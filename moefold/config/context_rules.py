@@ -4,8 +4,10 @@ yet."""
 from __future__ import annotations
 
 from moefold.config.clone_rules import COUNTING_DISPATCHERS
+from moefold.config.context_sending import read_keys
 from moefold.config.rule import ConfigOnRanks, RuleList
 
+SENDING = "parallel.context_sending"
 SIZES = "parallel.context_sizes"
 DISPATCHERS = ("auto", *COUNTING_DISPATCHERS)  # auto chooses among these
 FIXED_SIZES = "set parallel.context_sizes to fixed"
@@ -55,6 +57,30 @@ def dynamic_context_has_heads(c: ConfigOnRanks) -> bool:
         return True
     ranks = c.parallel.tp * largest_context_size(c)
     return c.model.attention.kv_heads % ranks == 0
+
+
+@CONTEXT_RULES.rule(
+    "what groups send is of dynamic context",
+    (SENDING, SIZES),
+    why="with fixed sizes there are no groups to plan",
+    fix='leave it out (--parallel.context_sending "")',
+)
+def what_groups_send_is_of_dynamic_context(c: ConfigOnRanks) -> bool:
+    return is_dynamic(c) or not c.parallel.context_sending
+
+
+@CONTEXT_RULES.rule(
+    "what groups send can be read",
+    (SENDING,),
+    says="<parallel.context_sending>: expected numbers of keys, at least 0, for groups of 2, 4, ... ranks, or one for "
+    "all",
+    fix='leave it out to measure (--parallel.context_sending "")',
+)
+def what_groups_send_can_be_read(c: ConfigOnRanks) -> bool:
+    sending = c.parallel.context_sending
+    larger = largest_context_size(c).bit_length() - 1
+    is_complete = not is_dynamic(c) or len(sending) in (0, 1, larger)
+    return is_complete and all(read_keys(text) is not None for text in sending)
 
 
 @CONTEXT_RULES.rule(

@@ -380,6 +380,11 @@ class ParallelConfig:
         "ranks that share a sequence: parallel.cp; or 1, 2, 4, ... of the dp x cp ranks, chosen for every microbatch, "
         "the fewest that fit its samples (dynamic context parallelism)",
     )
+    context_sending: tuple[str, ...] = key(
+        (),
+        "dynamic sizes: keys that a token attends to while its own keys and values are sent, for groups of 2, 4, ... "
+        "ranks, or one number for all; by default measured at the start; 0: attention hides what is sent",
+    )
     dispatcher: str = key("auto", "dispatcher: sends tokens to the experts of other ranks", names=DISPATCHER_NAMES)
     room: float = key(
         0.0,

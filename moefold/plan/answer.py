@@ -107,7 +107,7 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     answer["not_in_trainer"] = missing_in_trainer(r, config, choices)
     answer["dispatcher"] = dispatcher_reason
     answer["attention_imbalance"] = setting.attention_imbalance
-    dynamic = dynamic_context(setting)
+    dynamic = dynamic_context(setting, r.gpu)
     answer["dynamic_context"] = str(dynamic) if dynamic else None
     answer["launch"] = None
     answer["remedies"] = []

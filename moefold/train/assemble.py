@@ -20,6 +20,7 @@ from moefold.checkpoint.live.logical_tensors import StateProvider
 from moefold.comm.consensus import raise_first_problem
 from moefold.comm.host_objects import broadcast_object
 from moefold.config.base_formats import BASE_FORMATS
+from moefold.config.context_sending import keys_by_size
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
@@ -72,6 +73,7 @@ from moefold.shard.gathered_units import GatheredUnits
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
 from moefold.shard.weight_checksums import WeightChecksums
+from moefold.train.context_sending import resolve_sending
 from moefold.train.reference import FrozenWeights, Reference
 from moefold.train.routing_replay import open_replay
 from moefold.train.row_guard import NoBounds, StepGuard, make_row_guard
@@ -144,8 +146,9 @@ def assemble_run(
     text = corpus or open_corpus(config.data, tokenizer, config.model.vocab)
     if world.size > 1:
         require_agreement({"fingerprint of the data": text.fingerprint()}, world)
-    loader, validation = make_loaders(config, text, world)
     kernels = choose_kernels(config, world)
+    config = with_sending(config, kernels, world)
+    loader, validation = make_loaders(config, text, world)
     model = build_model(config, world, kernels, weights, adapters)
     loader.replay = open_replay(config, model, world)
     groups = ParameterGroups(config.optim, kernels)
@@ -260,6 +263,12 @@ def resolve_dispatcher(config: Config, world: World) -> tuple[Config, str]:
     return replace(config, parallel=parallel), reason
 
 
+def with_sending(config: Config, kernels: BoundKernels, world: World) -> Config:
+    """The configuration with what groups of dynamic context send, measured if it is not set."""
+    sending = resolve_sending(config, kernels, world)
+    return replace(config, parallel=replace(config.parallel, context_sending=sending))
+
+
 def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:
     """The configuration with the tokenizer of its text. A given corpus has no text: auto means bytes, for samples."""
     if config.data.tokenizer == "auto" and corpus is not None:
@@ -287,7 +296,8 @@ def make_loaders(config: Config, corpus: Corpus | PreparedCorpus, world: World) 
 def regroup_samples(config: Config, sequences: Sequences, world: World) -> RegroupedSamples:
     assert isinstance(sequences, PackedSequences), "a rule asks for packed samples"
     shape = context_shape(config, world.dp_cp.size)
-    price = FlopsPrice(config.model)
+    sent_keys = keys_by_size(config.parallel.context_sending, shape.sizes)
+    price = FlopsPrice(config.model, sent_keys)
     return RegroupedSamples(sequences, shape, price, world.dp_cp.index, world.tp.size)
 
 

@@ -22,10 +22,13 @@ from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
 from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.comm.host_copies import ToHost
 from moefold.comm.host_objects import first_object, gather_objects
+from moefold.config.context_sending import keys_by_size
 from moefold.config.errors import RunFailure, UserError
+from moefold.config.keys import format_value
 from moefold.config.read import config_as_yaml, read_yaml_mapping
 from moefold.config.run import Config
 from moefold.data.cut_samples import cut_text
+from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import cut_samples_of
 from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
 from moefold.dispatch.price import clones_in_words
@@ -69,6 +72,7 @@ from moefold.watch.position import enter_step, slow_phase, training_phase
 from moefold.watch.stop_requests import StopRequest, StopRequests, signals_as_requests
 from moefold.watch.surroundings import FolderCheck
 
+MEASURED_SETTINGS: dict[str, Any] = {"dispatcher": "auto", "context_sending": ()}  # with what leaves them open
 SHORTEST_WAIT = 1e-4  # seconds that are recorded
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
@@ -98,7 +102,7 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
         guard.checks.append(FolderCheck(out, saves=bool(config.checkpoint.path)))
     say = print_line if world.rank == 0 else print_nothing
     if start.resume is not None:
-        config = keep_dispatcher(config, world, out, say)
+        config = keep_measured(config, world, out, say)
     kept = open_kept_folder(config.checkpoint, world, out, say)
     newest = find_kept(kept, checkpoint_folder(config, out), world, say) if start.resume else None
     # Build the run, and make sure that its checkpoints fit before any step is spent.
@@ -147,18 +151,24 @@ def weights_of_start(start: RunStart, config: Config, world: World, out: Path, s
     return None
 
 
-def keep_dispatcher(config: Config, world: World, out: Path, say: Printer) -> Config:
-    """The configuration with the dispatcher that the run in this folder used on the same layout, in place of `auto`:
-    another measurement could choose another one, which adds in another order."""
-    if config.parallel.dispatcher != "auto":
-        return config
+def keep_measured(config: Config, world: World, out: Path, say: Printer) -> Config:
+    """The configuration with what the run in this folder chose or measured on the same layout, where it is not set:
+    another measurement could choose another dispatcher or other groups, which add in another order."""
+    parallel = config.parallel
     saved = run_on_rank_zero(partial(saved_parallel_settings, out), world, out)
-    name = saved.pop("dispatcher", "auto")
-    layout = asdict(config.parallel)
-    if name == "auto" or any(layout.get(key) != value for key, value in saved.items()):
+    kept: dict[str, Any] = {}
+    for name, unset in MEASURED_SETTINGS.items():
+        value = saved.pop(name, unset)
+        if isinstance(value, list):
+            value = tuple(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        if getattr(parallel, name) == unset and value != unset:
+            kept[name] = value
+    layout = asdict(parallel)
+    if any(layout.get(key) != value for key, value in saved.items()):
         return config
-    say(f"dispatcher {name}, as in {out / 'config.yaml'}")
-    return replace(config, parallel=replace(config.parallel, dispatcher=name))
+    for name, value in kept.items():
+        say(f"{name} {format_value(value)}, as in {out / 'config.yaml'}")
+    return replace(config, parallel=replace(parallel, **kept))
 
 
 def saved_parallel_settings(out: Path) -> dict[str, Any]:
@@ -210,6 +220,13 @@ def introduce_run(run: Run, say: Printer) -> None:
         say(line)
 
 
+def sending_in_words(config: Config, world: World) -> str:
+    shape = context_shape(config, world.dp_cp.size)
+    sent_keys = keys_by_size(config.parallel.context_sending, shape.sizes)
+    by_size = ", ".join(f"{size}: {sent_keys[size]:g}" for size in shape.sizes[1:])
+    return f"groups of dynamic context send what a token has in the time of attention to so many keys: {by_size}"
+
+
 def introduction_lines(run: Run) -> list[str]:
     config = run.config
     world = run.world
@@ -235,6 +252,8 @@ def introduction_lines(run: Run) -> list[str]:
         lines.append(f"dispatcher: {config.parallel.dispatcher} ({run.dispatcher_reason})")
     if config.memory.tape:
         lines += [f"memory.tape: every step runs anew: {why}" for why in tape_obstacles(config, world.size)]
+    if config.parallel.context_sending:
+        lines.append(sending_in_words(config, world))
     clones = clones_in_words(config)
     if clones:
         lines.append(f"clones of hot experts: {clones}")

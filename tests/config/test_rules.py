@@ -42,6 +42,13 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "dynamic context has heads to swap": [
         (f"{DYNAMIC} --parallel.context=all_to_all", 8, "parallel.context = all_to_all"),
     ],
+    "what groups send is of dynamic context": [
+        ("--parallel.context_sending=0", 2, "parallel.context_sending = 0, parallel.context_sizes = fixed"),
+    ],
+    "what groups send can be read": [
+        (f"{DYNAMIC} --parallel.context_sending=-1", 2, "parallel.context_sending = -1: expected numbers of keys"),
+        (f"{DYNAMIC} --parallel.context_sending=1,2", 8, "parallel.context_sending = 1,2: expected numbers of keys"),
+    ],
     "dynamic context sends rows that are counted": [
         (f"{DYNAMIC} --parallel.ep=2 --parallel.dispatcher=all_gather", 2, "parallel.dispatcher = all_gather"),
         (f"{DYNAMIC} --parallel.etp=2 --parallel.dispatcher=symmetric", 2, "parallel.dispatcher = symmetric"),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.data.dynamic_context import ContextShape
+from moefold.config.context_sending import keys_by_size
+from moefold.data.dynamic_context import ContextShape, group_seconds, plan_context
 from moefold.data.flops_price import FIXED_TOKENS, FlopsPrice
 from moefold.data.loader import Batch, RegroupedLoader
 from moefold.data.packed_sequences import PackedSequences
@@ -21,10 +22,11 @@ from tests.data.test_packed_sequences import BATCH, SEQ, in_memory
 RANKS, TP = 4, 2
 SHAPE = ContextShape(RANKS, SEQ // 4)
 TINY = PRESETS["tiny"]().model
+NOTHING_SENT = keys_by_size((), SHAPE.sizes)
 
 
 def loader_of(rank: int, packed: PackedSequences) -> RegroupedLoader:
-    regrouped = RegroupedSamples(packed, SHAPE, FlopsPrice(TINY), rank, TP)
+    regrouped = RegroupedSamples(packed, SHAPE, FlopsPrice(TINY, NOTHING_SENT), rank, TP)
     return RegroupedLoader(regrouped, BATCH, Axis("dp"), torch.device("cpu"))
 
 
@@ -91,9 +93,29 @@ def test_a_resumed_run_goes_on_with_the_same_groups():
 
 def test_flops_are_those_of_the_model():
     """Of a token 2 for each parameter of a product; of attention 2 for each of 2 products of each head and key."""
-    price = FlopsPrice(TINY)
+    price = FlopsPrice(TINY, NOTHING_SENT)
     tokens, attention, sending = price.of_sample(512, 4)
     assert (price.fixed, sending) == (FIXED_TOKENS * price.each_token, 0.0)
     assert tokens == 128 * price.each_token
     heads = TINY.attention.heads * TINY.attention.head_dim
     assert attention == pytest.approx(128 * TINY.layers * 2 * 2 * heads * 256)
+
+
+def test_sending_counts_as_attention_to_so_many_keys_and_is_hidden_by_more():
+    price = FlopsPrice(TINY, keys_by_size(("256", "512"), SHAPE.sizes))
+    for length, size in ((512, 2), (1024, 4)):  # a token sees half of its sample
+        _, attention, sending = price.of_sample(length, size)
+        assert sending == pytest.approx(attention)
+        longer = price.of_sample(2 * length, size)
+        assert group_seconds(longer, 0.0) == longer.tokens + longer.attention
+        shorter = price.of_sample(length // 2, size)
+        assert group_seconds(shorter, 0.0) == shorter.tokens + shorter.sending
+    assert price.of_sample(512, 1).sending == 0.0
+
+
+def test_a_sample_is_not_spread_over_more_ranks_than_it_needs_where_keys_go_round_a_slow_ring():
+    shape = ContextShape(8, 256)
+    for sending, size in ((("0",), 4), (("1e3", "3e3", "7e3"), 2)):
+        plan = plan_context([512], shape, FlopsPrice(TINY, keys_by_size(sending, shape.sizes)))
+        (microbatch,) = plan.microbatches
+        assert [group.size for group in microbatch.groups if group.samples] == [size]

@@ -16,7 +16,7 @@ from moefold.observe.printer import print_nothing
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run, require_agreement
 from moefold.train.evaluate import validation_loss
-from moefold.train.loop import keep_dispatcher, no_gradient_warnings
+from moefold.train.loop import keep_measured, no_gradient_warnings
 from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
@@ -82,7 +82,7 @@ def test_validation_on_a_number_of_sequences_that_does_not_split_neither_hangs_n
 
 def dispatcher_on_resume(out: Path, parallel: ParallelConfig) -> str:
     config = replace(PRESETS["tiny"](), parallel=parallel)
-    kept = keep_dispatcher(config, single_rank_world(), out, print_nothing)
+    kept = keep_measured(config, single_rank_world(), out, print_nothing)
     return kept.parallel.dispatcher
 
 

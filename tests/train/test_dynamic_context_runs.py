@@ -68,7 +68,7 @@ def configuration(name: str) -> Config:
     config = packed(RANKS, case.form, mtp=case.mtp, over=case.over, schedule=case.schedule, **parallel)
     attention = replace(config.model.attention, heads=HEADS, kv_heads=HEADS)
     model = replace(config.model, attention=attention)
-    dynamic = replace(config.parallel, context_sizes="dynamic")
+    dynamic = replace(config.parallel, context_sizes="dynamic", context_sending=("0",))
     train = replace(config.train, global_batch=case.sequences, micro_batch=1)
     pipeline = replace(config.pipeline, pair=case.pair)
     return check_config(replace(config, model=model, parallel=dynamic, train=train, pipeline=pipeline), RANKS)
@@ -77,7 +77,7 @@ def configuration(name: str) -> Config:
 def outcomes(world: World) -> dict[str, Outcome]:
     """Of the first step, by case; `static` is one of them with fixed sizes."""
     configs = {name: configuration(name) for name in CASES}
-    fixed = replace(configs[COUNTED].parallel, context_sizes="fixed")
+    fixed = replace(configs[COUNTED].parallel, context_sizes="fixed", context_sending=())
     configs["static"] = replace(configs[COUNTED], parallel=fixed)
     return {name: outcome(world, config) for name, config in configs.items()}
 

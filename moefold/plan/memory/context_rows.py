@@ -35,7 +35,7 @@ def settings_of_rows(s: RunSetting) -> list[RunSetting]:
 
 def config_of_row(config: Config, size: int, limit: int) -> Config:
     """The configuration of fixed sizes whose microbatch is one row of `size` ranks, each with `limit` tokens."""
-    parallel = replace(config.parallel, cp=size, context_sizes="fixed")
+    parallel = replace(config.parallel, cp=size, context_sizes="fixed", context_sending=())
     data = replace(config.data, seq_len=size * limit)
     train = replace(config.train, micro_batch=1)
     return replace(config, parallel=parallel, data=data, train=train)

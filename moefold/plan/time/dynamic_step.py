@@ -1,8 +1,9 @@
 """Time of a step with dynamic context parallelism (`parallel.context_sizes dynamic`), and of any other. Torch-free.
 
 Samples are drawn from the histogram of lengths (`lengths`; without one, all are as long as a sequence), grouped as a
-run groups them, by FLOPs, and timed by the planner's clock. In every microbatch ranks wait for the slowest group. Long
-batches are drawn in part: further microbatches take as long as those that were drawn.
+run groups them, by FLOPs and by what the planner's clock takes for sending, and timed by that clock. In every
+microbatch ranks wait for the slowest group. Long batches are drawn in part: further microbatches take as long as those
+that were drawn.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
+from moefold.config.context_sending import keys_by_size
 from moefold.config.run import ModelConfig, PipelineConfig
 from moefold.data.dynamic_context import (
     ContextGroup,
@@ -59,8 +61,9 @@ def time_step(setting: RunSetting, gpu: Gpu) -> StepTime:
 
 def dynamic_seconds(setting: RunSetting, gpu: Gpu) -> float:
     """Seconds of the pipeline."""
-    drawn, shape = draw_plan(setting)
+    shape = shape_of(setting)
     price = planned_price(setting, gpu, shape)
+    drawn = draw_plan(setting, shape, price)
     timed = [time_microbatch(each, drawn.lengths, price) for each in drawn.plan.microbatches]
     seconds = sum(each.seconds for each in timed)
     further = microbatch_scale(setting, drawn) - 1
@@ -83,11 +86,12 @@ class DynamicContext(NamedTuple):
         return f"dynamic context: about {self.microbatches} microbatches a step; of their ranks {ranks}"
 
 
-def dynamic_context(setting: RunSetting) -> DynamicContext | None:
+def dynamic_context(setting: RunSetting, gpu: Gpu) -> DynamicContext | None:
     """What a step with dynamic sizes is cut into; None with fixed sizes."""
     if setting.parallel.context_sizes == "fixed":
         return None
-    drawn, _ = draw_plan(setting)
+    shape = shape_of(setting)
+    drawn = draw_plan(setting, shape, planned_price(setting, gpu, shape))
     microbatches = drawn.plan.microbatches
     by_size = ranks_by_size(microbatches)
     total = sum(by_size.values())
@@ -112,23 +116,48 @@ def microbatch_scale(setting: RunSetting, drawn: DrawnPlan) -> float:
     return max(1.0, tokens / sum(drawn.lengths))
 
 
-def draw_plan(setting: RunSetting) -> tuple[DrawnPlan, ContextShape]:
+def shape_of(setting: RunSetting) -> ContextShape:
     parallel = setting.parallel
     ranks = setting.world // (parallel.tp * parallel.pp)
-    shape = context_shape(setting.config, ranks)
+    return context_shape(setting.config, ranks)
+
+
+def draw_plan(setting: RunSetting, shape: ContextShape, price: PlannedContextPrice) -> DrawnPlan:
+    sent_keys = keys_of_run(setting, shape, price)
     seq_len = setting.data.seq_len
     tokens = setting.train.global_batch * seq_len
     documents = setting.choices.documents
     samples = cut_lengths(documents, seq_len) if documents else (LengthShare(seq_len, 1.0),)
-    return plan_of_draw(samples, tokens, shape, setting.model), shape
+    return plan_of_draw(samples, tokens, shape, setting.model, tuple(sent_keys.items()))
+
+
+def keys_of_run(setting: RunSetting, shape: ContextShape, price: PlannedContextPrice) -> dict[int, float]:
+    """What a run takes for sending (`parallel.context_sending`): as it is set, or as it would be measured."""
+    asked = keys_by_size(setting.parallel.context_sending, shape.sizes)
+    if setting.parallel.context_sending:
+        return asked
+    by_flops = FlopsPrice(setting.model, asked)
+    flops = by_flops.of_sample(shape.limit, 1).attention
+    key_seconds = by_flops.each_key * price.of_sample(shape.limit, 1).attention / flops
+    found: dict[int, float] = {}
+    for size in shape.sizes:
+        token_seconds = size * price.sent_of_size(size).seconds
+        found[size] = float(f"{token_seconds / key_seconds:.2g}")
+    return found
 
 
 @lru_cache(maxsize=64)
-def plan_of_draw(samples: Lengths, tokens: int, shape: ContextShape, model: ModelConfig) -> DrawnPlan:
+def plan_of_draw(
+    samples: Lengths,
+    tokens: int,
+    shape: ContextShape,
+    model: ModelConfig,
+    sent_keys: tuple[tuple[int, float], ...],
+) -> DrawnPlan:
     """Samples for at least a microbatch of all stages, and the plan that a run makes for them."""
     fewest = min(tokens, shape.ranks * shape.limit * shape.stages)
     lengths = draw_lengths(samples, tokens, fewest)
-    plan = plan_context(lengths, shape, FlopsPrice(model))
+    plan = plan_context(lengths, shape, FlopsPrice(model, dict(sent_keys)))
     return DrawnPlan(tuple(lengths), plan)
 
 

@@ -40,7 +40,7 @@ def explain_time(setting: RunSetting, gpu: Gpu) -> list[str]:
     for piece, layer in kinds:
         lines.append(f"{piece_name(piece, layer)}: milliseconds of one microbatch on one rank, by step and pass")
         lines += piece_time_lines(clock, piece, layer)
-    lines += whole_step_lines(setting, step)
+    lines += whole_step_lines(setting, gpu, step)
     return lines
 
 
@@ -107,13 +107,13 @@ def format_op_seconds(seconds: OpSeconds) -> str:
     return " + ".join(parts)
 
 
-def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
+def whole_step_lines(s: RunSetting, gpu: Gpu, step: StepTime) -> Iterator[str]:
     pipeline = s.pipeline
     shape = f"{s.microbatches} microbatches over {s.parallel.pp} ranks x {pipeline.vpp} stages"
     program = f"simulated with the program of {pipeline.schedule}"
     if pipeline.pair:
         program += f", paired; a paired slot takes {OVERLAP_FRICTION:.0%} of its overlapped communication longer"
-    dynamic = dynamic_context(s)
+    dynamic = dynamic_context(s, gpu)
     if dynamic:
         yield str(dynamic)
         shape = f"about {dynamic.microbatches} microbatches over {s.parallel.pp} ranks"

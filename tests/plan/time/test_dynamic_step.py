@@ -13,7 +13,7 @@ from moefold.plan.memory.explain_memory import explain_memory
 from moefold.plan.memory.peak_memory import fullest_rank, memory_by_rank
 from moefold.plan.memory.run_setting import RunSetting, build_run_setting
 from moefold.plan.request import read_request
-from moefold.plan.time.dynamic_step import draw_lengths, dynamic_context, time_step
+from moefold.plan.time.dynamic_step import DynamicContext, draw_lengths, dynamic_context, time_step
 
 LONG_TAIL = "700:0.3,2000:0.4,5000:0.2,20000:0.09,131072:0.01"
 ASKED = {
@@ -29,6 +29,10 @@ def setting(**changes: Any) -> RunSetting:
     return build_run_setting(r.config, r.gpus, r.choices)
 
 
+def groups(**changes: Any) -> DynamicContext | None:
+    return dynamic_context(setting(**changes), read_request({**ASKED, **changes}).gpu)
+
+
 def seconds(**changes: Any) -> float:
     return time_step(setting(**changes), read_request({**ASKED, **changes}).gpu).seconds
 
@@ -42,13 +46,22 @@ def test_lengths_with_a_long_tail_take_less_time_with_sizes_of_their_own():
 
 
 def test_short_samples_stay_on_one_rank_and_whole_sequences_on_those_that_hold_them():
-    short = dynamic_context(setting(lengths="4000:1"))
+    short = groups(lengths="4000:1")
     assert short is not None
     assert list(short.shares) == [1]
-    whole = dynamic_context(setting())
+    whole = groups()
     assert whole is not None
     assert min(whole.shares) >= 16
-    assert dynamic_context(setting(**FIXED)) is None
+    assert groups(**FIXED) is None
+
+
+def test_a_run_groups_by_what_the_planner_takes_for_sending_unless_it_is_told():
+    """Groups over nodes, whose keys attention does not hide, are fewer than by FLOPs alone."""
+    hidden, predicted = (groups(lengths=LONG_TAIL, **{"parallel.context_sending": keys}) for keys in (("0",), ()))
+    assert hidden is not None
+    assert predicted is not None
+    far = [sum(share for size, share in each.shares.items() if size > 8) for each in (hidden, predicted)]
+    assert far[1] < far[0]
 
 
 def test_whole_sequences_take_about_as_long_as_with_fixed_sizes():

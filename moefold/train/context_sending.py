@@ -1,0 +1,128 @@
+"""Measurement of what context-parallel groups send, for the plans of dynamic sizes (data/flops_price.py).
+
+Each rank times forward and backward of one layer's attention. Alone it attends to a sample of as many tokens as it
+holds, which gives the seconds of a token and a key. In a group of each size it attends to samples of one token: what
+takes time then is what the mechanism sends and launches. All groups of a size send at once, as in a step, and the
+slowest rank counts, so that all ranks have the same figures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_reduce_max_no_grad
+from moefold.config.run import Config
+from moefold.data.dynamic_context import context_shape
+from moefold.kernels.bound import BoundKernels
+from moefold.layout.axes import World
+from moefold.layout.dtypes import DTYPES
+from moefold.model.attention.context_parallel import ContextMechanism, choose_context_mechanisms
+from moefold.model.steps import Region
+
+MOST_TOKENS = {"cpu": 1024, "cuda": 1 << 20}  # of a rank
+WARM_UP = 2  # the first message of a group also opens its connections
+REPETITIONS = 3
+
+
+class HeadShapes(NamedTuple):
+    """Heads of a tensor-parallel rank, and widths."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+
+
+def resolve_sending(config: Config, kernels: BoundKernels, world: World) -> tuple[str, ...]:
+    """`parallel.context_sending` of the run: as it is set, or measured now. Every rank calls this."""
+    parallel = config.parallel
+    if parallel.context_sending or parallel.context_sizes == "fixed":
+        return parallel.context_sending
+    return tuple(f"{keys:.3g}" for keys in measure_sending(config, kernels, world))
+
+
+def measure_sending(config: Config, kernels: BoundKernels, world: World) -> list[float]:
+    """By the size of a group above 1: keys that a token attends to while its own are sent."""
+    shape = context_shape(config, world.dp_cp.size)
+    mechanisms = choose_context_mechanisms(config.parallel.context, kernels, world)
+    tokens = tokens_of_trial(shape.limit, world.device)
+    dtype = DTYPES[config.train.precision]
+    own: list[float] = []
+    for size in shape.sizes:
+        inputs = random_heads(head_shapes(config), tokens, dtype, world.device)
+        begins_BS = one_sample(tokens, world.device) if size == 1 else samples_of_one_token(size * tokens, world.device)
+        own.append(attention_seconds(mechanisms[size], inputs, begins_BS))
+    slowest = torch.tensor(own, dtype=torch.float64)
+    all_reduce_max_no_grad(slowest, world.everyone)
+    attending, *sending = slowest.tolist()
+    of_key = attending / (tokens / 2)  # of all tokens; each sees half of them
+    return [seconds / of_key for seconds in sending]
+
+
+def tokens_of_trial(limit: int, device: torch.device) -> int:
+    """An even number, for two chunks."""
+    most = MOST_TOKENS[device.type]
+    return 2 * -(-min(limit, most) // 2)
+
+
+def head_shapes(config: Config) -> HeadShapes:
+    attention = config.model.attention
+    tp = config.parallel.tp
+    is_latent = attention.kind == "mla"
+    kv_heads = attention.heads if is_latent else attention.kv_heads
+    value_width = attention.value_dim if is_latent else attention.head_dim
+    return HeadShapes(attention.heads // tp, max(1, kv_heads // tp), attention.head_dim, value_width)
+
+
+def random_heads(shapes: HeadShapes, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """q, k and v of one sequence's positions on this rank."""
+    generator = torch.Generator(device)
+    generator.manual_seed(0)
+    found: list[Tensor] = []
+    for heads, width in (
+        (shapes.heads, shapes.width),
+        (shapes.kv_heads, shapes.width),
+        (shapes.kv_heads, shapes.value_width),
+    ):
+        x = torch.randn((1, tokens, heads, width), device=device, generator=generator)
+        found.append(x.to(dtype).requires_grad_())
+    return found
+
+
+def one_sample(tokens: int, device: torch.device) -> Tensor:
+    return torch.zeros((1, tokens), dtype=torch.int64, device=device)
+
+
+def samples_of_one_token(tokens: int, device: torch.device) -> Tensor:
+    return torch.arange(tokens, device=device)[None]
+
+
+def attention_seconds(mechanism: ContextMechanism, inputs: list[Tensor], begins_BS: Tensor) -> float:
+    """Median seconds of forward and backward."""
+    q, k, v = inputs
+    scale = q.shape[-1] ** -0.5
+    join = mechanism.heads_joiner(Region("swap"))
+
+    def forward_and_backward() -> None:
+        y = join(mechanism.attend(q, k, v, scale, 0, None, begins_BS))
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+    return median_seconds(forward_and_backward, begins_BS.device)
+
+
+def median_seconds(work: Callable[[], None], device: torch.device) -> float:
+    times: list[float] = []
+    for _ in range(WARM_UP + REPETITIONS):
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - begun
+        times.append(elapsed)
+    return median(times[WARM_UP:])

@@ -1,0 +1,87 @@
+"""What groups send is measured alike on all ranks, and a run plans with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moefold.config.read import config_as_yaml
+from moefold.config.run import Config
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
+from moefold.observe.printer import print_nothing
+from moefold.train.assemble import Run, assemble_run, choose_kernels
+from moefold.train.context_sending import resolve_sending
+from moefold.train.loop import introduction_lines, keep_measured
+from tests.support.ranks import run_ranks
+from tests.train.test_packed_runs import corpus, packed
+
+RANKS = 4
+Sizes = list[list[int]]  # of the groups of a rank, by batch
+
+
+def configuration(context: str) -> Config:
+    config = packed(RANKS, {"sinks": True}, cp=2, context=context)
+    attention = replace(config.model.attention, heads=4, kv_heads=4)
+    parallel = replace(config.parallel, context_sizes="dynamic")
+    return replace(config, model=replace(config.model, attention=attention), parallel=parallel)
+
+
+def on_two_nodes(world: World, config: Config) -> World:
+    return create_world(world.rank, world.size, world.device, config.parallel, node_size=2)
+
+
+def measured(world: World) -> list[tuple[str, ...]]:
+    """By mechanism."""
+    found: list[tuple[str, ...]] = []
+    for context in CONTEXT_MECHANISMS:
+        config = configuration(context)
+        here = on_two_nodes(world, config)
+        found.append(resolve_sending(config, choose_kernels(config, here), here))
+    return found
+
+
+def groups_of_runs(world: World) -> tuple[tuple[str, ...], Sizes, Sizes]:
+    """What a run has measured, its groups, and those of a run which is told."""
+    config = configuration("ring")
+    here = on_two_nodes(world, config)
+    run = assemble_run(config, here, Path("."), corpus())
+    sending = run.config.parallel.context_sending
+    assert any("so many keys: 2: " in line for line in introduction_lines(run))
+    told = replace(config, parallel=replace(config.parallel, context_sending=sending))
+    return sending, sizes_of(run), sizes_of(assemble_run(told, here, Path("."), corpus()))
+
+
+def sizes_of(run: Run) -> Sizes:
+    batches = [run.loader.next_batch() for _ in range(2)]
+    return [[part.cp_size or 0 for part in batch.parts] for batch in batches]
+
+
+def test_ranks_measure_the_same_by_every_mechanism():
+    for sendings in zip(*run_ranks(measured, RANKS), strict=True):
+        assert len(set(sendings)) == 1
+        keys = [float(text) for text in sendings[0]]
+        assert len(keys) == 2
+        assert min(keys) > 0
+
+
+def test_a_run_that_is_told_what_was_measured_has_the_same_groups():
+    for sending, own, told in run_ranks(groups_of_runs, RANKS):
+        assert len(sending) == 2
+        assert own == told
+
+
+def test_a_resumed_run_keeps_what_was_measured_on_its_layout(tmp_path: Path):
+    config = packed(RANKS, cp=2)
+    here = replace(config, parallel=replace(config.parallel, context_sizes="dynamic"))
+    saved = replace(here, parallel=replace(here.parallel, context_sending=("1.5e+03", "20")))
+    (tmp_path / "config.yaml").write_text(config_as_yaml(saved))
+
+    def kept(**changes: Any) -> tuple[str, ...]:
+        changed = replace(here, parallel=replace(here.parallel, **changes))
+        return keep_measured(changed, single_rank_world(), tmp_path, print_nothing).parallel.context_sending
+
+    assert kept() == ("1.5e+03", "20")
+    assert kept(context_sending=("0",)) == ("0",), "set by the user"
+    assert kept(cp=4) == (), "another layout"
