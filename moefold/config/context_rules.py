@@ -136,18 +136,6 @@ def dynamic_context_balances_samples(c: ConfigOnRanks) -> bool:
 
 
 @CONTEXT_RULES.rule(
-    "dynamic context draws nothing by place",
-    (SIZES, "model.moe.router.jitter", "model.moe.router.force_balance", "lora.dropout"),
-    why="what is drawn by a token's place in its sequence would depend on how samples are grouped",
-    fix=FIXED_SIZES,
-)
-def dynamic_context_draws_nothing(c: ConfigOnRanks) -> bool:
-    router = c.model.moe.router
-    draws = router.jitter > 0 or router.force_balance or c.lora.dropout > 0
-    return not (is_dynamic(c) and draws)
-
-
-@CONTEXT_RULES.rule(
     "routing is recorded by sequence",
     (SIZES, "train.record_routing", "train.replay_routing"),
     why="records are by sequence and place, and samples are grouped anew",

@@ -47,6 +47,7 @@ class Batch:
     waste: float | None = None  # the share of the global batch that is padding, likewise
     past: PastKeys | None = None  # of earlier positions, while text is generated
     reference_C: Tensor | None = None  # the label log-probabilities of a reference model, of this cp rank's tokens
+    numbers_BS: Tensor | None = None  # of tokens in the run, if not those of whole sequences behind the first
     cp_size: int | None = None  # the ranks that share its sequences, if not those of the grid
     parts: tuple[Batch, ...] = ()  # its microbatches, where these have sizes of their own
 
@@ -224,21 +225,21 @@ class RegroupedLoader(BatchLoader):
         return consumed
 
     def assemble_batch(self, consumed: int, count: int) -> Arrays:
-        """For each microbatch: tokens, labels, document begins and filled tokens."""
+        """For each microbatch: tokens, labels, document begins, numbers of tokens, and filled tokens."""
         with self.reading:
             rows = self.regrouped.rows(consumed, count)
         arrays: Arrays = []
-        for row in rows:
+        for row, numbers in rows:
             assert row.begins is not None, "samples are documents"
-            arrays += (row.tokens[None], row.labels[None], row.begins[None], np.asarray([row.filled]))
+            arrays += (row.tokens[None], row.labels[None], row.begins[None], numbers[None], np.asarray([row.filled]))
         return arrays
 
     def receive_batch(self, upload: ToDevice, first: int) -> Batch:
         tensors = upload.take()
         parts: list[Batch] = []
         for number, size in enumerate(self.regrouped.sizes(first)):
-            tokens, labels, begins, filled = tensors[4 * number : 4 * number + 4]
-            parts.append(Batch(tokens, labels, first, begins, filled_B=filled, cp_size=size))
+            tokens, labels, begins, numbers, filled = tensors[5 * number : 5 * number + 5]
+            parts.append(Batch(tokens, labels, first, begins, filled_B=filled, numbers_BS=numbers, cp_size=size))
         tokens = torch.cat([part.tokens_BS for part in parts], dim=1)
         labels = torch.cat([part.labels_BS for part in parts], dim=1)
         return Batch(tokens, labels, first, parts=tuple(parts))

@@ -2,12 +2,15 @@
 
 A batch has the samples of its bins (`data/packed_sequences.py`), so that a run sees the same samples in a step whether
 groups are dynamic or not, and saves the same state. Rows are as long as their samples, padded to what their ranks cut
-evenly; a rank without samples has a row of padding.
+evenly; a rank without samples has a row of padding. Tokens keep the numbers that they have in their bins, by which
+jitter, dropout and stochastic rounding draw.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import numpy as np
 
 from moefold.config.run import Config
 from moefold.data.dynamic_context import (
@@ -24,11 +27,20 @@ from moefold.data.sequences import SequenceArrays
 from moefold.layout.fold import powers_of_two_in
 
 
+class RegroupedRow(NamedTuple):
+    """A row of samples, and the number of each token among all tokens of the run; of padding, its place in the row."""
+
+    arrays: SequenceArrays
+    numbers: np.ndarray
+
+
 class RegroupedBatch(NamedTuple):
-    """The plan of a batch, the group of this rank in each microbatch, and the share of padding in all rows."""
+    """The plan of a batch, its samples with the numbers of their first tokens, the group of this rank in each
+    microbatch, and the share of padding in all rows."""
 
     plan: ContextPlan
     samples: list[PlacedSample]
+    firsts: list[int]
     own: list[ContextGroup]
     waste: float
 
@@ -44,21 +56,34 @@ class RegroupedSamples:
         self.tp = tp
         self.planned: dict[int, RegroupedBatch] = {}
 
-    def rows(self, first: int, count: int) -> list[SequenceArrays]:
+    def rows(self, first: int, count: int) -> list[RegroupedRow]:
         """The row of this rank's group in each microbatch, of the `count` sequences behind the first."""
         batch = self.plan_batch(first, count)
         keep_newest(self.planned, first, batch, KEPT_BATCHES)
-        return [self.row_of(group, batch.samples) for group in batch.own]
+        return [self.row_of(group, batch) for group in batch.own]
 
-    def row_of(self, group: ContextGroup, samples: list[PlacedSample]) -> SequenceArrays:
-        own = [samples[number] for number in group.samples]
-        length = sum(each.sample.length for each in own)
-        return fill_row(own, padded_length(length, group.size, self.tp))
+    def row_of(self, group: ContextGroup, batch: RegroupedBatch) -> RegroupedRow:
+        own = [batch.samples[number] for number in group.samples]
+        firsts = [batch.firsts[number] for number in group.samples]
+        filled = sum(each.sample.length for each in own)
+        length = padded_length(filled, group.size, self.tp)
+        numbers = np.arange(length)
+        begin = 0
+        for each, first in zip(own, firsts, strict=True):
+            end = begin + each.sample.length
+            numbers[begin:end] = range(first, first + each.sample.length)
+            begin = end
+        return RegroupedRow(fill_row(own, length), numbers)
 
     def plan_batch(self, first: int, count: int) -> RegroupedBatch:
         samples: list[PlacedSample] = []
+        firsts: list[int] = []
         for number in range(first, first + count):
-            samples += self.packed.bin_of(number)
+            token = number * self.packed.seq_len
+            for placed in self.packed.bin_of(number):
+                samples.append(placed)
+                firsts.append(token)
+                token += placed.sample.length
         lengths = [each.sample.length for each in samples]
         plan = plan_context(lengths, self.shape, self.price)
         own: list[ContextGroup] = []
@@ -69,7 +94,7 @@ class RegroupedSamples:
                 padded += padded_length(held, group.size, self.tp)
                 if group.first <= self.rank < group.first + group.size:
                     own.append(group)
-        return RegroupedBatch(plan, samples, own, 1 - sum(lengths) / padded)
+        return RegroupedBatch(plan, samples, firsts, own, 1 - sum(lengths) / padded)
 
     def sizes(self, first: int) -> list[int]:
         """The ranks that share a row with this one, in each microbatch of a batch that was assembled."""

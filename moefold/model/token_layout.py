@@ -33,6 +33,7 @@ class TokenShard:
     begins_BS: Tensor | None = None  # where the document of each position begins, if tokens see no other
     filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
     past: PastKeys | None = None  # of earlier positions, while text is generated
+    own_numbers_BS: Tensor | None = None  # of tokens in the run, if not those of whole sequences behind the first
     span: TokenSpan = field(init=False)  # which tokens of its cp rank's sequences this rank has
     is_packed: bool = field(init=False)
 
@@ -99,6 +100,8 @@ class TokenShard:
 
     @property
     def number_BS(self) -> Tensor:
+        if self.own_numbers_BS is not None:
+            return self.own_numbers_BS
         first = self.first * self.length
         return self.place_BS + first
 
@@ -168,14 +171,15 @@ def make_token_shard(
     filled_B: Tensor | None = None,
     past: PastKeys | None = None,
     cp_size: int | None = None,
+    numbers_BS: Tensor | None = None,
 ) -> TokenShard:
     """The part of a microbatch that this rank holds. `cp_size`: the ranks that share its sequences, by default those
-    of the grid."""
+    of the grid. `numbers_BS`: of tokens in the run, by default those of whole sequences behind the first."""
     sequences, length = tokens_BS.shape
     cp = world.context(cp_size).cp
     tp = world.axis("tp")
     device = tokens_BS.device
-    return TokenShard(sequences, length, cp, tp, device, first, begins_BS, filled_B, past)
+    return TokenShard(sequences, length, cp, tp, device, first, begins_BS, filled_B, past, numbers_BS)
 
 
 def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:

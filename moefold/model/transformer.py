@@ -107,9 +107,11 @@ class Transformer(nn.Module):
         filled_B: Tensor | None = None,
         past: PastKeys | None = None,
         cp_size: int | None = None,
+        numbers_BS: Tensor | None = None,
     ) -> Carry:
         """The carry of a microbatch before the first step."""
-        token_shard = make_token_shard(tokens_BS, self.world, first, begins_BS, filled_B, past, cp_size)
+        documents = (begins_BS, filled_B, past)
+        token_shard = make_token_shard(tokens_BS, self.world, first, *documents, cp_size, numbers_BS)
         any_weight = next(self.parameters())
         wide = torch.promote_types(any_weight.dtype, torch.float32)
         no_loss = tokens_BS.new_zeros((), dtype=wide)

@@ -392,7 +392,7 @@ class StepRun:
         model = self.executor.model
         texts = (part.tokens_BS, part.labels_BS)
         documents = (part.begins_BS, part.imposed, part.filled_B)
-        carry = model.begin(*texts, part.first, *documents, part.past, part.cp_size)
+        carry = model.begin(*texts, part.first, *documents, part.past, part.cp_size, part.numbers_BS)
         if part.reference_C is not None:
             carry["reference_C"] = part.reference_C
         if op.stage > 0:

@@ -61,10 +61,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "dynamic context balances samples or batches": [
         (f"{DYNAMIC} --model.moe.balance.aux_over=microbatch", 2, "model.moe.balance.aux_over = microbatch"),
     ],
-    "dynamic context draws nothing by place": [
-        (f"{DYNAMIC} --model.moe.router.jitter=0.1", 2, "model.moe.router.jitter = 0.1"),
-        (f"{DYNAMIC} --lora.rank=2 --lora.dropout=0.1", 2, "lora.dropout = 0.1"),
-    ],
     "routing is recorded by sequence": [(f"{DYNAMIC} --train.record_routing=a", 2, "train.record_routing = a")],
     "dynamic context clips no logits": [(f"{DYNAMIC} --optim.qk_clip=50", 2, "optim.qk_clip = 50")],
     "weights are of prepared sources": [

@@ -75,6 +75,23 @@ def test_a_batch_has_the_samples_of_its_bins_once_and_ranks_of_a_group_have_the_
         assert [batch.waste for batch in by_rank] == [pytest.approx(padding / total)] * RANKS
 
 
+def test_tokens_keep_the_numbers_of_their_bins():
+    loaders = [loader_of(rank, in_memory()) for rank in range(RANKS)]
+    for first in (0, BATCH):
+        in_bins = np.concatenate([in_memory().arrays(number).tokens for number in range(first, first + BATCH)])
+        seen: set[int] = set()
+        for loader in loaders:
+            for part in loader.next_batch().parts:
+                assert part.filled_B is not None
+                assert part.numbers_BS is not None
+                filled = int(part.filled_B.item())
+                numbers = part.numbers_BS[0, :filled].numpy()
+                assert (in_bins[numbers - first * SEQ] == part.tokens_BS[0, :filled].numpy()).all()
+                seen.update(numbers.tolist())
+        held = [in_memory().arrays(number).filled or 0 for number in range(first, first + BATCH)]
+        assert len(seen) == sum(held)
+
+
 def test_a_resumed_run_goes_on_with_the_same_groups():
     whole = loader_of(1, in_memory())
     batches = [whole.next_batch() for _ in range(4)]

@@ -13,11 +13,19 @@ import pytest
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.rules import check_config
 from moefold.config.run import Config
-from moefold.layout.axes import World, create_world
+from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
 from moefold.train.assemble import assemble_run
-from moefold.train.parity import TraceEntry, expert_token_counts, first_mismatch, local_gradients, scalar_entry
+from moefold.train.parity import (
+    TraceEntry,
+    expert_token_counts,
+    first_mismatch,
+    local_gradients,
+    scalar_entry,
+    single_rank_config,
+)
 from moefold.train.step import train_step
+from tests.support.models import with_moe_keys
 from tests.support.ranks import run_ranks
 from tests.train.test_packed_runs import RANKS, corpus, one_by_one, packed
 
@@ -82,6 +90,19 @@ def outcomes(world: World) -> dict[str, Outcome]:
     return {name: outcome(world, config) for name, config in configs.items()}
 
 
+def drawing(config: Config, ranks: int) -> Config:
+    """Jitter of routers, and adapters with dropout."""
+    moe = with_moe_keys(config.model.moe, jitter=0.2, bias_rate=0.0)
+    lora = replace(config.lora, rank=2, dropout=0.3, targets=("*.attention.*", "*.moe.experts.*"))
+    return check_config(replace(config, model=replace(config.model, moe=moe), lora=lora), ranks)
+
+
+def trace_of_draws(world: World) -> list[TraceEntry]:
+    """Of a step that draws by token."""
+    config = drawing(configuration("ring"), RANKS)
+    return outcome(world, config).trace
+
+
 def outcome(world: World, config: Config) -> Outcome:
     """Ranks 0-3 and 4-7 are taken for two nodes."""
     here = create_world(world.rank, world.size, world.device, config.parallel, node_size=4)
@@ -105,6 +126,14 @@ def on_ranks() -> list[dict[str, Outcome]]:
 def test_a_step_of_dynamic_context_is_the_step_on_each_document_by_itself(name: str):
     traces = [found[name].trace for found in on_ranks()]
     assert first_mismatch(one_by_one(configuration(name), True), traces, 1e-12) is None
+
+
+def test_what_is_drawn_by_token_is_as_in_the_bins_of_fixed_sizes():
+    alone = drawing(single_rank_config(configuration("ring")), 1)
+    expected = outcome(single_rank_world(), alone).trace
+    assert first_mismatch(expected, run_ranks(trace_of_draws, RANKS), 1e-12) is None
+    quiet = replace(alone, lora=replace(alone.lora, dropout=0.0))
+    assert first_mismatch(expected, [outcome(single_rank_world(), quiet).trace], 1e-12) is not None, "dropout counts"
 
 
 def test_the_steps_mix_sizes_and_every_mechanism_has_several():
