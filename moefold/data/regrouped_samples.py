@@ -70,8 +70,9 @@ class RegroupedSamples:
         numbers = np.arange(length)
         begin = 0
         for each, first in zip(own, firsts, strict=True):
-            end = begin + each.sample.length
-            numbers[begin:end] = range(first, first + each.sample.length)
+            count = each.sample.length
+            end = begin + count
+            numbers[begin:end] = range(first, first + count)
             begin = end
         return RegroupedRow(fill_row(own, length), numbers)
 

@@ -266,7 +266,8 @@ def resolve_dispatcher(config: Config, world: World) -> tuple[Config, str]:
 def with_sending(config: Config, kernels: BoundKernels, world: World) -> Config:
     """The configuration with what groups of dynamic context send, measured if it is not set."""
     sending = resolve_sending(config, kernels, world)
-    return replace(config, parallel=replace(config.parallel, context_sending=sending))
+    parallel = replace(config.parallel, context_sending=sending)
+    return replace(config, parallel=parallel)
 
 
 def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:

@@ -44,31 +44,42 @@ def resolve_sending(config: Config, kernels: BoundKernels, world: World) -> tupl
     parallel = config.parallel
     if parallel.context_sending or parallel.context_sizes == "fixed":
         return parallel.context_sending
-    return tuple(f"{keys:.3g}" for keys in measure_sending(config, kernels, world))
+    measured = measure_sending(config, kernels, world)
+    texts = [f"{keys:.3g}" for keys in measured]
+    return tuple(texts)
 
 
 def measure_sending(config: Config, kernels: BoundKernels, world: World) -> list[float]:
     """By the size of a group above 1: keys that a token attends to while its own are sent."""
     shape = context_shape(config, world.dp_cp.size)
     mechanisms = choose_context_mechanisms(config.parallel.context, kernels, world)
-    tokens = tokens_of_trial(shape.limit, world.device)
+    device = world.device
+    tokens = tokens_of_trial(shape.limit, device)
+    shapes = head_shapes(config)
     dtype = DTYPES[config.train.precision]
+    inputs = random_heads(shapes, tokens, dtype, device)
     own: list[float] = []
     for size in shape.sizes:
-        inputs = random_heads(head_shapes(config), tokens, dtype, world.device)
-        begins_BS = one_sample(tokens, world.device) if size == 1 else samples_of_one_token(size * tokens, world.device)
-        own.append(attention_seconds(mechanisms[size], inputs, begins_BS))
+        mechanism = mechanisms[size]
+        positions = size * tokens
+        begins_BS = one_sample(tokens, device)
+        if size > 1:
+            begins_BS = samples_of_one_token(positions, device)
+        seconds = attention_seconds(mechanism, inputs, begins_BS)
+        own.append(seconds)
     slowest = torch.tensor(own, dtype=torch.float64)
     all_reduce_max_no_grad(slowest, world.everyone)
     attending, *sending = slowest.tolist()
-    of_key = attending / (tokens / 2)  # of all tokens; each sees half of them
+    seen = tokens / 2  # of each token, on average
+    of_key = attending / seen
     return [seconds / of_key for seconds in sending]
 
 
 def tokens_of_trial(limit: int, device: torch.device) -> int:
     """An even number, for two chunks."""
     most = MOST_TOKENS[device.type]
-    return 2 * -(-min(limit, most) // 2)
+    tokens = min(limit, most)
+    return tokens + tokens % 2
 
 
 def head_shapes(config: Config) -> HeadShapes:
@@ -77,43 +88,54 @@ def head_shapes(config: Config) -> HeadShapes:
     is_latent = attention.kind == "mla"
     kv_heads = attention.heads if is_latent else attention.kv_heads
     value_width = attention.value_dim if is_latent else attention.head_dim
-    return HeadShapes(attention.heads // tp, max(1, kv_heads // tp), attention.head_dim, value_width)
+    heads_here = attention.heads // tp
+    kv_heads_here = max(1, kv_heads // tp)
+    return HeadShapes(heads_here, kv_heads_here, attention.head_dim, value_width)
 
 
 def random_heads(shapes: HeadShapes, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """q, k and v of one sequence's positions on this rank."""
     generator = torch.Generator(device)
     generator.manual_seed(0)
+    heads, kv_heads, width, value_width = shapes
+    of_q = (heads, width)
+    of_k = (kv_heads, width)
+    of_v = (kv_heads, value_width)
     found: list[Tensor] = []
-    for heads, width in (
-        (shapes.heads, shapes.width),
-        (shapes.kv_heads, shapes.width),
-        (shapes.kv_heads, shapes.value_width),
-    ):
-        x = torch.randn((1, tokens, heads, width), device=device, generator=generator)
-        found.append(x.to(dtype).requires_grad_())
+    for each in (of_q, of_k, of_v):
+        sizes = (1, tokens, *each)
+        x = torch.randn(sizes, device=device, generator=generator)
+        x = x.to(dtype)
+        x.requires_grad_()
+        found.append(x)
     return found
 
 
 def one_sample(tokens: int, device: torch.device) -> Tensor:
-    return torch.zeros((1, tokens), dtype=torch.int64, device=device)
+    shape = (1, tokens)
+    return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 def samples_of_one_token(tokens: int, device: torch.device) -> Tensor:
-    return torch.arange(tokens, device=device)[None]
+    begins_S = torch.arange(tokens, device=device)
+    return begins_S[None]
 
 
 def attention_seconds(mechanism: ContextMechanism, inputs: list[Tensor], begins_BS: Tensor) -> float:
     """Median seconds of forward and backward."""
     q, k, v = inputs
-    scale = q.shape[-1] ** -0.5
+    width = q.shape[-1]
+    scale = width**-0.5
+    device = begins_BS.device
     join = mechanism.heads_joiner(Region("swap"))
 
     def forward_and_backward() -> None:
-        y = join(mechanism.attend(q, k, v, scale, 0, None, begins_BS))
-        torch.autograd.grad(y, inputs, torch.ones_like(y))
+        by_head = mechanism.attend(q, k, v, scale, 0, None, begins_BS)
+        y = join(by_head)
+        dy = torch.ones_like(y)
+        torch.autograd.grad(y, inputs, dy)
 
-    return median_seconds(forward_and_backward, begins_BS.device)
+    return median_seconds(forward_and_backward, device)
 
 
 def median_seconds(work: Callable[[], None], device: torch.device) -> float:
