@@ -111,6 +111,13 @@ class StepSpec:
     window: int = 0  # how many tokens it attends to at most; 0: all before it
     needs: tuple[str, ...] = ()
     exchanges: int = 0  # how often tokens are sent between the ranks of experts
+    chunk: int | None = None  # the number of its row chunk (anatomy/row_chunks.py); None: it runs on all tokens
+    share: float = 1.0  # of a microbatch's tokens that it runs on
+
+    @property
+    def label(self) -> str:
+        """The name by which others need it: steps of several row chunks have the same name."""
+        return self.name if self.chunk is None else f"{self.name}.{self.chunk}"
 
     def flops(self, seq_len: int) -> float:
         """Forward FLOPs of one token in a sequence of this length."""
@@ -386,10 +393,12 @@ def shared_experts_step(model: ModelConfig) -> StepSpec:
     return product_step("shared", shapes, ops, weights, needs=("route",))
 
 
-def add_shared_step(model: ModelConfig) -> StepSpec:
+def add_shared_step(model: ModelConfig, has_chunks: bool) -> StepSpec:
     """The sum of routed and shared experts."""
     d = model.hidden
-    routed = "widen" if model.moe.latent else "combine"
+    routed = "join" if has_chunks else "combine"
+    if model.moe.latent:
+        routed = "widen"
     shapes = f"T,{d} and T,{d} -> T,{d}"
     return StepSpec("add", "compute", True, shapes, needs=(routed, "shared"))
 
@@ -457,6 +466,12 @@ def combine_step(model: ModelConfig) -> StepSpec:
     return StepSpec("combine", "comm", False, shapes, ops, exchanges=1)
 
 
+def join_step(model: ModelConfig) -> StepSpec:
+    """The results of row chunks, one behind the other."""
+    width = dispatched_width(model)
+    return StepSpec("join", "compute", True, f"chunks of T,{width} -> T,{width}")
+
+
 # ---- blocks ----
 
 
@@ -468,16 +483,18 @@ def is_moe_layer(model: ModelConfig, layer: int) -> bool:
     return (layer + 1) % moe.every == 0
 
 
-def block_step_specs(model: ModelConfig, layer: int) -> list[StepSpec]:
+def block_step_specs(model: ModelConfig, layer: int, row_chunks: int = 1) -> list[StepSpec]:
     """The steps of one block, in the order in which they run."""
     attend = attend_step(model, layer)
     if not is_moe_layer(model, layer):
         return [attend, dense_mlp_step(model)]
-    return [attend, *moe_step_specs(model)]
+    return [attend, *moe_step_specs(model, row_chunks)]
 
 
-def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
-    """The steps of one MoE layer, in the order in which they run."""
+def moe_step_specs(model: ModelConfig, row_chunks: int = 1) -> list[StepSpec]:
+    """The steps of one MoE layer, in the order in which they run. With several row chunks, training runs those between
+    `plan` and `join` once for each (anatomy/row_chunks.py)."""
+    has_chunks = row_chunks > 1
     has_latents = model.moe.latent
     has_shared = model.moe.shared_ffn
     steps = [route_step(model)]
@@ -489,10 +506,13 @@ def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
         steps.append(shared_experts_step(model))
     steps.append(experts_step(model))
     steps.append(combine_step(model))
+    if has_chunks:
+        steps.append(join_step(model))
     if has_latents:
         steps.append(widen_step(model))
     if has_shared:
-        steps.append(add_shared_step(model))
+        shared = add_shared_step(model, has_chunks)
+        steps.append(shared)
     return steps
 
 

@@ -1,9 +1,10 @@
 """`moefold bench overlap`: how much of the experts' communication hides behind compute, on two CPU ranks.
 
-Each all-to-all of rows is slowed to a given time, as on a slow network. Four variants of a step are measured in one
-run: one microbatch after the other; the same with shared experts, which compute beside the all-to-all of their own
-microbatch; a forward paired with a backward; and paired, with weight gradients split off to fill gaps. All have the
-same all-to-alls. Exposed time is the part of all-to-alls of rows in which the compute lane waits or runs them itself.
+Each all-to-all of rows is slowed, as on a slow network: it takes a given time for all rows of a microbatch, and a part
+of it for a part of them. The variants of a step are measured in one run: one microbatch after the other; the same with
+shared experts, which compute beside the all-to-all of their own microbatch; in row chunks, of which one computes while
+another is sent; a forward paired with a backward; and paired, with weight gradients split off to fill gaps. All send
+the same rows. Exposed time is the part of all-to-alls of rows in which the compute lane waits or runs them itself.
 """
 
 from __future__ import annotations
@@ -44,25 +45,32 @@ BASELINE = "one after the other"
 
 
 class OverlapWay(NamedTuple):
-    """A variant: how the microbatches run, and the width of shared experts."""
+    """A variant: how the microbatches run, the width of shared experts, and the row chunks."""
 
     pipeline: PipelineConfig
     shared_ffn: int = 0
+    row_chunks: int = 1
 
     def changed(self, config: Config) -> Config:
         model = config.model
         moe = replace(model.moe, shared_ffn=self.shared_ffn)
         model = replace(model, moe=moe)
-        return replace(config, model=model, pipeline=self.pipeline)
+        parallel = replace(config.parallel, row_chunks=self.row_chunks)
+        return replace(config, model=model, parallel=parallel, pipeline=self.pipeline)
 
 
 OVERLAP_WAYS = {
     BASELINE: OverlapWay(PipelineConfig()),
     "one after the other, with shared experts": OverlapWay(PipelineConfig(), shared_ffn=512),
+    "one after the other, 4 row chunks": OverlapWay(PipelineConfig(), row_chunks=4),
+    "one after the other, 4 row chunks, with shared experts": OverlapWay(
+        PipelineConfig(), shared_ffn=512, row_chunks=4
+    ),
     "paired": OverlapWay(PipelineConfig(pair=True, fill=False)),
     "paired, weight gradients fill gaps": OverlapWay(PipelineConfig(pair=True)),
 }
-Seconds = dict[str, float]  # step and exposed; in a summary also hidden, a share
+EXPERT_STEPS = ("shared", "experts")
+Seconds = dict[str, float]  # step, experts and exposed; in a summary also hidden, a share
 RankFigures = dict[str, Any]  # a rank's `ways` (seconds by variant) and `events` (of the last variant)
 Measured = tuple[Seconds, list[TraceEvent]]
 
@@ -101,7 +109,8 @@ def read_rank_figures(folder: Path, rank: int) -> RankFigures:
 
 
 def overlap_summary(figures: list[RankFigures]) -> dict[str, Seconds]:
-    """Seconds of a step by variant, the mean over ranks; hidden: share of the baseline's exposed time."""
+    """Seconds of a step by variant, the mean over ranks; experts: those of shared and routed experts; hidden: share of
+    the baseline's exposed time."""
     ways = [rank["ways"] for rank in figures]
 
     def mean_over_ranks(way: str, key: str) -> float:
@@ -112,20 +121,22 @@ def overlap_summary(figures: list[RankFigures]) -> dict[str, Seconds]:
     for way in OVERLAP_WAYS:
         step = mean_over_ranks(way, "step")
         exposed = mean_over_ranks(way, "exposed")
+        experts = mean_over_ranks(way, "experts")
         hidden = 1 - exposed / max(baseline, 1e-9)
-        summary[way] = {"step": step, "exposed": exposed, "hidden": hidden}
+        summary[way] = {"step": step, "experts": experts, "exposed": exposed, "hidden": hidden}
     return summary
 
 
 def print_overlap_table(options: OverlapOptions, summary: dict[str, Seconds]) -> None:
     title = f"{options.microbatches} microbatches, {options.delay_ms:g} ms an exchange, 2 CPU ranks; ms of one step"
     table = report_table(title, "way")
-    add_number_columns(table, "step", "exposed", "hidden")
+    add_number_columns(table, "step", "experts", "exposed", "hidden")
     for way, figures in summary.items():
         step = f"{1e3 * figures['step']:.0f}"
+        experts = f"{1e3 * figures['experts']:.0f}" if figures["experts"] else "-"  # steps in line have no spans
         exposed = f"{1e3 * figures['exposed']:.0f}"
         hidden = f"{figures['hidden']:.1%}"
-        table.add_row(way, step, exposed, hidden)
+        table.add_row(way, step, experts, exposed, hidden)
     Console().print(table)
 
 
@@ -146,9 +157,10 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
     torch.set_num_threads(1)
     config = overlap_config(options.microbatches)
     delay = options.delay_ms / 1e3
+    rows = config.data.seq_len * config.model.moe.top_k  # a microbatch is one sequence of a rank
     ways: dict[str, Seconds] = {}
     events: list[TraceEvent] = []
-    with joined_world(config.parallel, "cpu") as world, slowed_all_to_all(delay) as exchanges:
+    with joined_world(config.parallel, "cpu") as world, slowed_all_to_all(delay, rows) as exchanges:
         for name, way in OVERLAP_WAYS.items():
             variant = way.changed(config)
             ways[name], events = measure_overlap(variant, world, exchanges)
@@ -182,7 +194,8 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Me
     exposed = 0
     for exchange in exchanges.events:
         exposed += exposed_seconds(exchange, waits)
-    return {"step": seconds, "exposed": exposed}, work
+    experts = sum(event.end - event.start for event in work if event.name.startswith(EXPERT_STEPS))
+    return {"step": seconds, "experts": experts, "exposed": exposed}, work
 
 
 def exposed_seconds(exchange: TraceEvent, waits: Sequence[TraceEvent]) -> float:
@@ -198,8 +211,9 @@ def exposed_seconds(exchange: TraceEvent, waits: Sequence[TraceEvent]) -> float:
 
 
 @contextmanager
-def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
-    """Makes every all-to-all of rows take at least `seconds`, and records each on the lane that runs it."""
+def slowed_all_to_all(seconds: float, whole: int = 0) -> Iterator[SpanRecorder]:
+    """Makes every all-to-all of rows take at least `seconds`, or with `whole` as much of it as it sends or receives of
+    so many rows; records each on the lane that runs it."""
     quick = collectives.all_to_all_no_grad
     main_thread = threading.main_thread()
     spans = SpanRecorder(0, recording=True)
@@ -210,7 +224,8 @@ def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
         if what != "rows":
             return result
         elapsed = time.time() - begun
-        left = seconds - elapsed
+        share = max(len(x), len(result)) / whole if whole else 1.0
+        left = share * seconds - elapsed
         time.sleep(max(0.0, left))
         on_main = threading.current_thread() is main_thread
         lane = "compute" if on_main else "comm"

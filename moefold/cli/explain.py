@@ -44,6 +44,7 @@ from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
 from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import foretold_cuts
 from moefold.dispatch import price
+from moefold.dispatch.room_sizes import tokens_per_exchange
 from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts, shares_sequences
 from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
@@ -463,9 +464,15 @@ def formats_sent(config: Config) -> list[str]:
 def work_beside_exchanges(config: Config) -> str:
     """What a microbatch computes while its own tokens are sent, in words; empty if nothing."""
     parallel = config.parallel
-    if parallel.ep * parallel.etp == 1 or not config.model.moe.shared_ffn:
+    if parallel.ep * parallel.etp == 1:
         return ""
-    return "shared experts, beside plan and dispatch in forward and beside combine in backward"
+    beside: list[str] = []
+    if config.model.moe.shared_ffn:
+        beside.append("shared experts, beside plan and dispatch in forward and beside combine in backward")
+    if parallel.row_chunks > 1:
+        tokens = tokens_per_exchange(config)
+        beside.append(f"experts of its other row chunks ({parallel.row_chunks} of up to {tokens} tokens of a rank)")
+    return "; ".join(beside)
 
 
 def kernel_choices(config: Config, layers: list[LikeLayers], facts: Facts) -> dict[str, KernelChoice]:

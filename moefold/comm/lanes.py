@@ -47,6 +47,10 @@ class Ticket:
                 record_on_stream(output, current)
         return output
 
+    def require_success(self) -> None:
+        """Raise what the work has raised, for work behind it on the lane."""
+        self.future.result()
+
 
 class ThisLane(threading.local):
     """Whether this thread is a comm lane."""
@@ -69,7 +73,8 @@ class Lanes:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="comm lane", initializer=mark_comm_lane)
 
     def send(self, work: Work, inputs: Any = None) -> Ticket:
-        """Begin work on the comm lane; `inputs` are the tensors of the compute lane that it reads."""
+        """Begin work on the comm lane; `inputs` are the tensors of the compute lane that it reads, but for those that
+        it takes itself (`keep_for_this_stream`)."""
         if self.stream is None:
             future = self.thread.submit(run_without_stream, work)
         else:
@@ -114,6 +119,13 @@ class MadeHere(NamedTuple):
 
 def run_without_stream(work: Work) -> LaneResult:
     return work(), None
+
+
+def keep_for_this_stream(tree: Any) -> None:
+    """Keep the memory of tensors that another lane has made, and may let go of, until this one is done with it."""
+    if torch.cuda.is_initialized():
+        current = torch.cuda.current_stream()
+        record_on_stream(tree, current)
 
 
 def record_on_stream(tree: Any, stream: torch.cuda.Stream) -> None:

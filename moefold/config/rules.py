@@ -12,6 +12,7 @@ from math import lcm
 from operator import attrgetter
 
 from moefold.config.batch_rules import BATCH_RULES
+from moefold.config.chunk_rules import CHUNK_RULES
 from moefold.config.clone_rules import CLONE_RULES
 from moefold.config.context_rules import CONTEXT_RULES
 from moefold.config.errors import UserError
@@ -753,6 +754,7 @@ RULES: list[ConfigRule] = [
     *STATIC_GRAPH_RULES,
     *SHARD_RULES,
     *CLONE_RULES,
+    *CHUNK_RULES,
     *CONTEXT_RULES,
     *INVARIANCE_RULES,
 ]

@@ -400,6 +400,13 @@ class ParallelConfig:
         at_least=0,
         at_most=65_536,
     )
+    row_chunks: int = key(
+        1,
+        "parts of a microbatch's tokens that are dispatched, computed and combined one by one in training, so that the "
+        "exchange of one part overlaps the experts of another",
+        at_least=1,
+        at_most=64,
+    )
     clone_slots: int = key(
         0,
         "spare slots of an ep rank, for clones of hot experts of other ranks during one microbatch; 0: none",

@@ -14,9 +14,9 @@ same collectives as any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,6 +85,26 @@ class Dispatcher(Protocol):
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows: ...
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor: ...
+
+
+@runtime_checkable
+class PlansParts(Protocol):
+    """A dispatcher that exchanges the metadata of several routings at once."""
+
+    def plan_parts(self, routings: Sequence[Routing]) -> list[Receipt]: ...
+
+
+def plan_parts(dispatcher: Dispatcher, routings: Sequence[Routing]) -> list[Receipt]:
+    if isinstance(dispatcher, PlansParts):
+        return dispatcher.plan_parts(routings)
+    return list(map(dispatcher.plan, routings))
+
+
+def split_routing(routing: Routing, parts: int) -> list[Routing]:
+    """The routings of parts of the tokens, of which some may have none."""
+    weights = torch.tensor_split(routing.weights_TK, parts)
+    ids = torch.tensor_split(routing.ids_TK, parts)
+    return list(map(Routing, weights, ids))
 
 
 class HopPlan(NamedTuple):

@@ -37,7 +37,7 @@ from moefold.dispatch.room_sizes import (
     most_choices,
     room_bytes,
     row_bytes_at_most,
-    tokens_per_rank,
+    tokens_per_exchange,
 )
 from moefold.dispatch.symmetric import ArenaDispatcher, BoundedRoom, SymmetricDispatcher
 from moefold.dispatch.traffic import (
@@ -269,7 +269,7 @@ def build_dispatcher(
         row_policy_of(moe, world, sent_to),
         dispatched_width(config.model),
         DTYPES[config.train.precision],
-        tokens_per_rank(config),
+        tokens_per_exchange(config),
         most_choices(moe),
         config.train.slow_timeout,
         bounded_rows(config),

@@ -11,13 +11,14 @@ or along columns, are the dequantised rows: along rows with the same scales they
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from moefold.config.run import PrecisionConfig
-from moefold.dispatch.base import Dispatcher, Receipt, Routing, Rows
+from moefold.dispatch.base import Dispatcher, Receipt, Routing, Rows, plan_parts
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, ScaleRule
 from moefold.kernels.quantise.fp8_payload import (
@@ -71,6 +72,10 @@ class Fp8Dispatcher:
     def plan(self, routing: Routing) -> Receipt:
         receipt = self.inner.plan(routing)
         return receipt._replace(token_bytes=self.token_bytes)
+
+    def plan_parts(self, routings: Sequence[Routing]) -> list[Receipt]:
+        receipts = plan_parts(self.inner, routings)
+        return [receipt._replace(token_bytes=self.token_bytes) for receipt in receipts]
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         if self.tokens is None:

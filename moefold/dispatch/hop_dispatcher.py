@@ -37,6 +37,14 @@ class HopDispatcher:
             traffic = self.traffic.count(routing.ids_TK)
         return self.plan_hops(routing, traffic)
 
+    def plan_parts(self, routings: Sequence[Routing]) -> list[Receipt]:
+        """Plans of parts of the tokens, whose sizes are exchanged at once."""
+        if self.traffic is None:
+            return list(map(self.plan, routings))
+        ids = [routing.ids_TK for routing in routings]
+        traffics = self.traffic.count_parts(ids)
+        return list(map(self.plan_hops, routings, traffics))
+
     def plan_hops(self, routing: Routing, traffic: Traffic | None) -> Receipt:
         tokens = len(routing.ids_TK)
         choices = None

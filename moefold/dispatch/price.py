@@ -9,7 +9,7 @@ from moefold.config.clone_rules import COUNTING_DISPATCHERS
 from moefold.config.precision_recipes import SCALE_BLOCK
 from moefold.config.run import Config
 from moefold.dispatch.catalog import DispatchTrip, LinkSpeeds, all_entries
-from moefold.dispatch.room_sizes import room_in_words, tokens_per_rank
+from moefold.dispatch.room_sizes import room_in_words, tokens_per_exchange
 
 INVARIANT_DISPATCHER = "all_to_all"
 
@@ -34,7 +34,7 @@ def dispatch_trip(config: Config, ranks_on_a_node: int, bytes_each: int) -> Disp
     groups_inside = ranks_on_a_node // parallel.etp
     inside = max(1, min(parallel.ep, groups_inside))
     return DispatchTrip(
-        tokens_per_rank(config),
+        tokens_per_exchange(config),
         row_bytes_one_way(config, bytes_each),
         moe.top_k,
         parallel.ep,
@@ -99,7 +99,7 @@ def cheapest_dispatcher(
     order = sorted(seconds, key=seconds.__getitem__)
     figures = [f"{name} {seconds[name] * 1e3:.2f}" for name in order]
     listed = ", ".join(figures)
-    tokens = tokens_per_rank(config)
+    tokens = tokens_per_exchange(config)
     reason = f"least predicted time, ms one way for {tokens} tokens: {listed}"
     if parallel.ep > 1:
         trip = dispatch_trip(config, ranks_on_a_node, bytes_each)

@@ -40,11 +40,16 @@ def tokens_per_rank(config: Config) -> int:
     return tokens // ranks
 
 
+def tokens_per_exchange(config: Config) -> int:
+    """Tokens that one rank dispatches at a time: those of a microbatch, or of its largest row chunk."""
+    return -(-tokens_per_rank(config) // config.parallel.row_chunks)
+
+
 def bounded_rows(config: Config) -> int:
     """Rows of its experts that a rank has room for with `parallel.room`. The mean of a token's experts is top_k, also
     where experts choose tokens and all of them may choose the same."""
     parallel = config.parallel
-    choices = tokens_per_rank(config) * config.model.moe.top_k
+    choices = tokens_per_exchange(config) * config.model.moe.top_k
     mean = choices * parallel.etp
     return math.ceil(mean * parallel.room)
 
@@ -57,7 +62,8 @@ def most_choices(moe: MoeConfig) -> int:
 def kept_rooms(config: Config) -> int:
     """Rooms in which arrived tokens stay until nobody reads them. A room is free for what is launched behind its last
     reader on the same stream, so there is none where layers run on two lanes."""
-    return 0 if config.pipeline.pair else config.parallel.kept_rooms
+    has_two_lanes = config.pipeline.pair or config.parallel.row_chunks > 1
+    return 0 if has_two_lanes else config.parallel.kept_rooms
 
 
 def row_bytes_at_most(row_width: int, itemsize: int, k: int) -> int:
@@ -106,7 +112,7 @@ def arena_bytes(config: Config, bytes_each: int) -> int:
     moe = config.model.moe
     senders = parallel.ep * parallel.etp
     choices = most_choices(moe)
-    rows = arena_rows(tokens_per_rank(config), senders, bounded_rows(config))
+    rows = arena_rows(tokens_per_exchange(config), senders, bounded_rows(config))
     row_bytes = row_bytes_at_most(dispatched_width(config.model), bytes_each, choices)
     announced = AnnouncedSizes(senders, rows.tokens, choices, moe.experts, parallel.ep)
     size = room_bytes(rows, announced, row_bytes)
@@ -118,7 +124,7 @@ def room_in_words(config: Config, bytes_each: int) -> str:
     """What the symmetric dispatcher has room for on a rank, in words."""
     parallel = config.parallel
     ranks = parallel.ep * parallel.etp
-    tokens = tokens_per_rank(config) * ranks
+    tokens = tokens_per_exchange(config) * ranks
     room = f"room for all {tokens} tokens of {ranks} ranks"
     if parallel.room:
         rows = bounded_rows(config)

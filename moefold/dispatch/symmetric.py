@@ -17,7 +17,7 @@ T tokens, K choices of a token, N rows of a room, D width, s ranks of ep and etp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from moefold.anatomy.announced_choices import blocks_of_tokens, columns_of_count
 from moefold.comm.arena import Arena
 from moefold.comm.part_sizes import TURNS, aligned_bytes
 from moefold.config.errors import UserError
-from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows, most_padded_rows
+from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows, most_padded_rows, plan_parts
 from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.kept_rooms import KeptRoom, KeptRooms
@@ -319,6 +319,9 @@ class SymmetricDispatcher:
 
     def plan(self, routing: Routing) -> Receipt:
         return self.sender.plan(routing)
+
+    def plan_parts(self, routings: Sequence[Routing]) -> list[Receipt]:
+        return plan_parts(self.sender, routings)
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         return self.sender.dispatch(h_TD, receipt)

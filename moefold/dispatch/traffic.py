@@ -8,6 +8,7 @@ T tokens, K choices of a token, n ranks of ep, m nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,9 +59,28 @@ class TrafficCounter:
         counted = len(counts)
         if noted is not None:
             counts = torch.cat((counts, noted))
+        table = self.gather_table(counts)
+        return self.traffic_of(table, counted)
+
+    def count_parts(self, parts: Sequence[Tensor]) -> list[Traffic]:
+        """The traffic of each of several routings, by the same wait."""
+        counts = list(map(self.count_own, parts))
+        counted = len(counts[0])
+        table = self.gather_table(torch.cat(counts))
+        traffics: list[Traffic] = []
+        for number in range(len(parts)):
+            begin = number * counted
+            of_part = columns_of(table, begin, begin + counted)
+            traffics.append(self.traffic_of(of_part, counted))
+        return traffics
+
+    def gather_table(self, counts: Tensor) -> Table:
         of_ep = all_gather_no_grad(counts[None], self.ep)
         of_all = all_gather_no_grad(of_ep[None], self.etp)
-        table: Table = of_all.tolist()
+        return of_all.tolist()
+
+    def traffic_of(self, table: Table, counted: int) -> Traffic:
+        """The traffic by a table whose rows begin with the columns of `count_own`."""
         ranks = self.ep.size
         return Traffic(
             choices=columns_of(table, 0, ranks),

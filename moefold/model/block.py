@@ -60,7 +60,7 @@ class Block(nn.Module):
         super().__init__()
         make_attention = attention_kind(model.attention.kind)
         self.attention = make_attention(model, layer, parts)
-        self.specs = block_step_specs(model, layer)
+        self.specs = block_step_specs(model, layer, parts.row_chunks)
         self.layer = layer
 
     def attend(self, carry: Carry) -> Carry:

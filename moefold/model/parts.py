@@ -14,10 +14,11 @@ from moefold.model.attention.context_parallel import ContextMechanism
 @dataclass(frozen=True)
 class ModelParts:
     """`dispatcher` carries tokens to experts; `contexts` are attention in which queries meet keys held by other ranks,
-    by the number of ranks that share a sequence."""
+    by the number of ranks that share a sequence. `row_chunks`: parts of a microbatch that experts compute in turn."""
 
     world: World
     kernels: BoundKernels
     dispatcher: Dispatcher
     contexts: Mapping[int, ContextMechanism]
     seq_len: int
+    row_chunks: int = 1

@@ -139,7 +139,7 @@ class ObservedSpec(Protocol):
     """The fields of a step's specification that a trace shows."""
 
     @property
-    def name(self) -> str: ...
+    def label(self) -> str: ...
 
     @property
     def lane(self) -> str: ...
@@ -166,4 +166,4 @@ class StepTracer:
         start = self.started.pop(started)
         stage, microbatch = key
         spec = step.spec
-        self.spans.add_span(f"{spec.name} {kind}{stage}.{microbatch}", spec.lane, start)
+        self.spans.add_span(f"{spec.label} {kind}{stage}.{microbatch}", spec.lane, start)

@@ -27,6 +27,7 @@ from moefold.dispatch.symmetric import by_collectives
 from moefold.layout.axes import World
 from moefold.memory.offload import bring_back_ahead
 from moefold.model.moe.layer import symmetric_dispatchers
+from moefold.model.moe.row_chunks import in_row_chunks
 from moefold.model.norm import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
@@ -161,6 +162,9 @@ class Executor:
         if key not in self.train_steps:
             contents = self.stages[stage]
             steps = self.model.steps(contents)
+            chunks = self.config.parallel.row_chunks
+            if chunks > 1:
+                steps = in_row_chunks(steps, chunks)
             self.train_steps[key] = steps
         return self.train_steps[key]
 

@@ -9,6 +9,7 @@ from itertools import product
 from moefold.anatomy.stage_contents import Stage
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.clones import ExpertClones
+from moefold.model.moe.layer import MoeSublayer
 from moefold.model.transformer import Transformer
 from moefold.schedule.program import Slot
 
@@ -59,15 +60,18 @@ def may_defer_weight_grad(name: str) -> bool:
 
 def parameters_with_several_gradients(model: Transformer) -> set[str]:
     """The parameters that several steps of a stage may use, each with a gradient for it: the embedding, which layers of
-    multi-token prediction look up again and a tied head multiplies with; and experts that are cloned."""
-    cloned: set[int] = set()
+    multi-token prediction look up again and a tied head multiplies with; experts that are cloned, and those that
+    compute row chunks."""
+    several: set[int] = set()
     for module in model.modules():
         if isinstance(module, ExpertClones):
-            cloned.update(map(id, module.borrowed))
+            several.update(map(id, module.borrowed))
+        elif isinstance(module, MoeSublayer) and module.row_chunks > 1:
+            several.update(map(id, module.experts.parameters()))
     names: set[str] = set()
     for parameter in declared_parameters(model):
-        is_cloned = id(parameter.tensor) in cloned
-        if is_cloned or parameter.name.startswith("embedding."):
+        gets_several = id(parameter.tensor) in several
+        if gets_several or parameter.name.startswith("embedding."):
             names.add(parameter.name)
     return names
 

@@ -12,6 +12,7 @@ A cut holds no tensor: between forward and backward a pass keeps what autograd s
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -139,7 +140,7 @@ class SegmentRun:
 class Passage:
     """The pass with the key (stage, microbatch). `observers` are called around its steps.
 
-    Segments may run on two threads; inputs and gradients are taken by the thread that begins them.
+    Segments may run on two threads; inputs and gradients are taken by the thread that runs them.
     """
 
     def __init__(self, segments: Segments, observers: Observers = (), key: PassKey = FIRST_PASS):
@@ -150,6 +151,7 @@ class Passage:
         self.carries: dict[int, Carry] = {}  # outputs that a segment has still to read
         self.first_run: SegmentRun | None = None
         self.last = len(segments) - 1
+        self.taking = threading.Lock()
         # By segment, then by the segment that has read its outputs.
         self.gradients: list[dict[int, Gradients]] = []
         self.readers = Counter[int]()
@@ -172,11 +174,12 @@ class Passage:
             start = self.carries.pop(START)
             return {START: start}
         inputs: dict[int, Carry] = {}
-        for need in needs:
-            inputs[need] = self.carries[need]
-            self.readers[need] -= 1
-            if self.readers[need] == 0:
-                del self.carries[need]
+        with self.taking:
+            for need in needs:
+                inputs[need] = self.carries[need]
+                self.readers[need] -= 1
+                if self.readers[need] == 0:
+                    del self.carries[need]
         return inputs
 
     def run_forward(self, number: int, inputs: Carries) -> Carry:

@@ -50,9 +50,9 @@ def segments_of_one_microbatch(steps: Sequence[Step]) -> Segments:
 
 def cut_into_segments(steps: Sequence[Step], joined: Collection[Lane]) -> Segments:
     """Segments of the steps; a step on one of the `joined` lanes continues the segment of that lane before it, if it
-    needs nothing else."""
+    needs nothing else. Steps of row chunks have segments of their own: others need them one by one."""
     segments: list[Segment] = []
-    segment_of: dict[str, int] = {}  # by name: the segment of the nearest step of that name
+    segment_of: dict[str, int] = {}  # by label: the segment of the nearest step of that label
     for step in steps:
         spec = step.spec
         lane = spec.lane
@@ -62,10 +62,10 @@ def cut_into_segments(steps: Sequence[Step], joined: Collection[Lane]) -> Segmen
             needs = (last,)
         segment = Segment(lane, (step,), needs)
         follows = needs == (last,) and segments[last].lane == lane
-        if follows and lane in joined:
+        if follows and lane in joined and spec.chunk is None:
             before = segments.pop()
             steps_so_far = (*before.steps, step)
             segment = replace(before, steps=steps_so_far)
-        segment_of[spec.name] = len(segments)
+        segment_of[spec.label] = len(segments)
         segments.append(segment)
     return segments

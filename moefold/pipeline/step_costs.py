@@ -1,7 +1,7 @@
 """Predicted seconds of a step's forward, for the order in which steps are begun. Torch-free.
 
     compute     FLOPs / rate, and at least a few passes over the tokens in memory
-    exchange    the dispatcher's price one way (dispatch/price.py)
+    exchange    the dispatcher's price one way (dispatch/price.py), of a row chunk where there are several
 
 The ratios matter, not the sums: a wrong cost gives a slower order, never another result. Costs follow from the
 configuration alone, so that all ranks of a group order their exchanges the same way. Rates are round numbers: of GEMMs
@@ -53,9 +53,9 @@ class StepCosts:
             _, self.one_way = predicted_one_way(config, node_size, bytes_each, rates.links)
 
     def seconds(self, spec: StepSpec) -> float:
-        compute = spec.flops(self.seq_len) * self.seconds_per_flop
+        compute = spec.share * spec.flops(self.seq_len) * self.seconds_per_flop
         if spec.lane == "compute":
-            return max(compute, self.least_compute)
+            return max(compute, spec.share * self.least_compute)
         travel = HOP_LATENCY
         if spec.exchanges:
             travel = spec.exchanges * self.one_way

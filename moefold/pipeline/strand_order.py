@@ -22,8 +22,8 @@ run whenever the compute lane would wait.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -54,6 +54,31 @@ def interleave_strands(strands: tuple[Strand, ...]) -> tuple[PieceKey, ...]:
     by_pieces = order_by_rule(strands, pieces_left)
     best = min(by_costs, by_pieces, key=end_of_order)
     return tuple(best)
+
+
+@lru_cache(maxsize=256)
+def issue_order(strands: tuple[Strand, ...]) -> tuple[PieceKey, ...]:
+    """The same order of each lane, with pieces of the comm lane handed to it as soon as the compute that they need has
+    ended: the lane itself keeps its pieces in order, and none waits there for compute that it does not need."""
+    waiting: deque[PieceKey] = deque()
+    computing: deque[PieceKey] = deque()
+    for key in interleave_strands(strands):
+        s, i = key
+        lane = waiting if strands[s][i].lane == "comm" else computing
+        lane.append(key)
+    issued: dict[PieceKey, None] = {}  # in order
+    while waiting or computing:
+        while waiting and has_needs(strands, waiting[0], issued):
+            issued[waiting.popleft()] = None
+        if computing:
+            issued[computing.popleft()] = None
+    return tuple(issued)
+
+
+def has_needs(strands: Sequence[Strand], key: PieceKey, issued: Collection[PieceKey]) -> bool:
+    """Whether all that a piece needs has been issued."""
+    s, i = key
+    return all((s, need) in issued for need in strands[s][i].needs)
 
 
 def order_by_rule(strands: Sequence[Strand], left: Sequence[Costs]) -> PieceEnds:

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from moefold.comm.lanes import Lanes, Ticket
+from moefold.comm.lanes import Lanes, Ticket, keep_for_this_stream
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.model.steps import Carry
 from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.passage import Carries, Gradients, Passage
-from moefold.pipeline.strand_order import PieceKey, Strand, interleave_strands
+from moefold.pipeline.strand_order import PieceKey, Strand, StrandPiece, issue_order
 
 DeferredQueue = list[DeferredWork]
 
 
 class StrandWork(Protocol):
     """The work of a strand's pieces. What `take_inputs` returns is read by the piece, what `run` returns by others:
-    the lanes keep the memory of both for each other."""
+    the lanes keep the memory of both for each other. Each piece takes its inputs on the lane that runs it."""
 
     @property
     def pieces(self) -> Strand: ...
@@ -75,24 +75,29 @@ class StrandRunner:
 
     def run(self, strands: Sequence[StrandWork]) -> None:
         pieces = tuple(strand.pieces for strand in strands)
-        for strand, number in interleave_strands(pieces):
+        for strand, number in issue_order(pieces):
             work = strands[strand]
             self.begin(strand, number, work)
         self.end()
 
     def begin(self, strand: int, number: int, work: StrandWork) -> None:
-        """Begin a piece when those that it needs have ended. A piece on the compute lane has ended when this
+        """Begin a piece when the compute that it needs has ended. A piece on the compute lane has ended when this
         returns."""
         piece = work.pieces[number]
+        if piece.lane == "comm":
+            before = self.under_way_before(strand, piece)
+            run = partial(run_on_comm_lane, work, number, before)
+            self.under_way[strand, number] = self.lanes.send(run)
+            return
         for need in piece.needs:
             self.await_piece((strand, need))
         inputs = work.take_inputs(number)
-        run = partial(work.run, number, inputs)
-        if piece.lane == "comm":
-            ticket = self.lanes.send(run, inputs)
-            self.under_way[strand, number] = ticket
-        else:
-            run()
+        work.run(number, inputs)
+
+    def under_way_before(self, strand: int, piece: StrandPiece) -> list[Ticket]:
+        """The pieces of the comm lane that a piece needs, as far as nobody has waited for them."""
+        keys = [(strand, need) for need in piece.needs]
+        return [self.under_way[key] for key in keys if key in self.under_way]
 
     def await_piece(self, key: PieceKey) -> None:
         ticket = self.under_way.pop(key, None)
@@ -114,3 +119,12 @@ class StrandRunner:
             self.await_piece(key)
         while self.fillers:
             self.run_next_filler()
+
+
+def run_on_comm_lane(work: StrandWork, number: int, before: Sequence[Ticket]) -> object:
+    """Run a piece behind those `before` it on the lane; if one of them has failed, its error is this one's too."""
+    for ticket in before:
+        ticket.require_success()
+    inputs = work.take_inputs(number)
+    keep_for_this_stream(inputs)
+    return work.run(number, inputs)

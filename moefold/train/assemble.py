@@ -388,7 +388,8 @@ def add_adapters(
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:
     contexts = choose_context_mechanisms(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
-    return ModelParts(world, kernels, dispatcher, contexts, longest_row(config, world))
+    row_chunks = config.parallel.row_chunks
+    return ModelParts(world, kernels, dispatcher, contexts, longest_row(config, world), row_chunks)
 
 
 def longest_row(config: Config, world: World) -> int:

@@ -22,7 +22,7 @@ def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_pat
     found = json.loads(done.stdout)
     assert list(found) == list(OVERLAP_WAYS)
     for way in found.values():
-        assert set(way) == {"step", "exposed", "hidden"}
+        assert set(way) == {"step", "experts", "exposed", "hidden"}
         assert way["step"] > 0
         assert way["exposed"] >= 0
     assert found["one after the other"]["hidden"] == 0

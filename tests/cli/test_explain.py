@@ -399,6 +399,8 @@ def test_it_says_what_runs_beside_the_exchanges_of_a_microbatch(explained: Any):
     assert explained("deepseek-v3-tiny")["beside_exchanges"] == "", "on one rank nothing is sent"
     spread = explained("deepseek-v3-tiny", "--parallel.ep", "2", "--nproc", "2")["beside_exchanges"]
     assert spread.startswith("shared experts, beside plan and dispatch")
+    chunked = explained("tiny", "--parallel.ep", "2", "--nproc", "2", "--parallel.row_chunks", "3")["beside_exchanges"]
+    assert chunked == "experts of its other row chunks (3 of up to 171 tokens of a rank)"
 
 
 def test_products_are_shown_with_recipe_format_and_reason(explained: Any, capsys: pytest.CaptureFixture[str]):

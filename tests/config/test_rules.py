@@ -25,6 +25,7 @@ PREFERENCES = (
 )
 
 SYMMETRIC = "--parallel.ep=2 --parallel.dispatcher=symmetric"
+CHUNKS = "--parallel.ep=2 --parallel.row_chunks=2"
 CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
 
 SAMPLES = "--data.batch_of=samples --data.packing=best_fit --data.attend=document"
@@ -122,6 +123,22 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--parallel.clone_slots=1 --parallel.dispatcher=dedup", 1, "parallel.clone_slots = 1, parallel.ep = 1"),
         ("--parallel.ep=2 --parallel.clone_slots=60 --parallel.dispatcher=dedup", 2, "parallel.clone_slots = 60"),
     ],
+    "row chunks are sent": [("--parallel.row_chunks=2", 1, "parallel.row_chunks = 2, parallel.ep = 1")],
+    "layers in row chunks are not recomputed as one": [
+        (f"{CHUNKS} --memory.recompute=moe@0", 2, "memory.recompute = moe@0"),
+        (f"{CHUNKS} --memory.recompute=layer", 2, "memory.recompute = layer"),
+    ],
+    "row chunks have no clones": [
+        (f"{CHUNKS} --parallel.clone_slots=2 --parallel.dispatcher=dedup", 2, "parallel.clone_slots = 2"),
+    ],
+    "row chunks are not stashed": [(f"{CHUNKS} --memory.stash=pages", 2, "memory.stash = pages")],
+    "row chunks are not padded to capacity": [
+        (f"{CHUNKS} --model.moe.capacity.pad=true --model.moe.capacity.factor=1", 2, "model.moe.capacity.pad = true"),
+    ],
+    "gradients of all row chunks are there before an update": [
+        (f"{CHUNKS} --optim.when=backward --optim.clip_by=unit", 2, "optim.when = backward"),
+    ],
+    "row chunks are begun by the host": [(f"{CHUNKS} --memory.graphs=static", 2, "memory.graphs = static")],
     "a decision has clones": [("--parallel.clone_decision=previous", 1, "parallel.clone_slots = 0")],
     "clones are sent by a dispatcher that counts": [
         ("--parallel.ep=2 --parallel.clone_slots=2", 2, "parallel.dispatcher = auto"),

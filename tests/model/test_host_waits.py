@@ -13,6 +13,9 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import facts_from_config
 from moefold.layout.axes import World, create_world
 from moefold.model.initialise import initialise_parameters
+from moefold.model.moe.row_chunks import in_row_chunks
+from moefold.model.steps import Steps
+from moefold.model.transformer import Transformer
 from moefold.presets.recipe import resolve_recipe
 from tests.dispatch.test_dispatchers import DISPATCHERS
 from tests.support.host_waits import counted_waits
@@ -37,6 +40,12 @@ VARIANTS = {
 }
 
 
+def steps_of(model: Transformer, config: Config) -> Steps:
+    steps = model.steps(model.stages[0])
+    chunks = config.parallel.row_chunks
+    return in_row_chunks(steps, chunks) if chunks > 1 else steps
+
+
 def waits_of_a_pass(world: World, config: Config) -> list[str]:
     """Where the host waited in one forward and backward, after one to warm up."""
     kernels = BoundKernels(facts_from_config(config, "cpu", "fp32"))
@@ -48,7 +57,7 @@ def waits_of_a_pass(world: World, config: Config) -> list[str]:
     for _ in range(2):
         carry = model.begin(tokens, labels)
         with counted_waits() as waits:
-            for step in model.steps(model.stages[0]):
+            for step in steps_of(model, config):
                 carry = step.run(carry)
             carry["losses_1M"].sum().backward()
         places = waits.places
@@ -78,6 +87,17 @@ def test_with_experts_on_several_ranks_a_layer_waits_at_most_once(name: str, lay
     for found in run_ranks(waits_on_ranks, 4, name, layout):
         for variant, places in found.items():
             assert len(places) <= 2, f"two layers with {variant} wait {len(places)} times: {places}"
+
+
+def waits_with_row_chunks(world: World) -> list[str]:
+    parallel = ParallelConfig(ep=2, dispatcher="dedup", row_chunks=3)
+    config = replace(resolve_recipe("tiny", MODEL), parallel=parallel)
+    return waits_of_a_pass(world, config)
+
+
+def test_row_chunks_are_planned_with_one_wait_for_all_of_them():
+    for places in run_ranks(waits_with_row_chunks, 2, ep=2):
+        assert len(places) == 2, f"two layers wait {len(places)} times: {places}"
 
 
 def waits_with_clones(world: World, decision: str) -> list[str]:

@@ -54,7 +54,7 @@ class Faces:
 
         def held_up(lanes: Lanes, work: Callable[[], Any], inputs: Any = None) -> Ticket:
             number, before = len(owner.faced), owner.begun
-            name = f"{number} {type(work.func.__self__).__name__}"  # pyright: ignore[reportFunctionMemberAccess]
+            name = f"{number} {type(work.args[0]).__name__}"  # pyright: ignore[reportFunctionMemberAccess]
             owner.faced[name] = False
 
             def later() -> Any:

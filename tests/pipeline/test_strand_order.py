@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.anatomy.step_specs import Lane, block_step_specs
+from moefold.model.moe.row_chunks import in_row_chunks
 from moefold.model.steps import Step
 from moefold.pipeline.segments import segments_for_pairing, segments_of_one_microbatch
-from moefold.pipeline.strand_order import Strand, StrandPiece, backward_strand, interleave_strands
+from moefold.pipeline.strand_order import Strand, StrandPiece, backward_strand, interleave_strands, issue_order
 from moefold.presets.zoo import PRESETS
 
 Strands = tuple[Strand, ...]
@@ -191,3 +192,46 @@ def test_of_pieces_that_can_begin_at_once_the_one_that_travels_is_begun_first(wo
     computes, travels = chain(("compute", work)), chain(("comm", travel))
     assert interleave_strands((computes, travels))[0] == (1, 0)
     assert interleave_strands((travels, computes))[0] == (0, 0)
+
+
+def exposed_share(strand: Strand) -> float:
+    """Of the exchanges, what they add to the time of compute."""
+    compute = sum(piece.cost for piece in strand if piece.lane == "compute")
+    exchanges = sum(piece.cost for piece in strand if piece.lane == "comm")
+    return (length((strand,)) - compute) / exchanges
+
+
+@pytest.mark.parametrize(("shared", "chunks", "hidden"), [(0, 8, 0.7), (16, 2, 0.7), (16, 4, 0.8)])
+def test_row_chunks_hide_most_of_a_layers_exchanges_where_its_compute_is_as_long(
+    shared: int, chunks: int, hidden: float
+):
+    """Shared and routed experts compute as long as tokens are sent there and back: forward and backward."""
+    config = PRESETS["tiny"]().model
+    model = replace(config, moe=replace(config.moe, shared_ffn=shared))
+    specs = block_step_specs(model, 0, chunks)[1:]
+    steps = in_row_chunks([Step(spec, lambda carry: carry) for spec in specs], chunks)
+    routed = 2.0 / chunks if not shared else 1.0 / chunks
+    seconds = {"dispatch": 1.0 / chunks, "combine": 1.0 / chunks, "experts": routed, "shared": 1.0}
+    segments = segments_of_one_microbatch(steps)
+    pieces: list[StrandPiece] = []
+    for segment in segments:
+        cost = sum(seconds.get(step.spec.name, 0.0) for step in segment.steps)
+        pieces.append(StrandPiece(segment.lane, cost, segment.needs))
+    forward = tuple(pieces)
+    assert exposed_share(forward) <= 1 - hidden
+    assert exposed_share(backward_strand(forward, 1.0)) <= 1 - hidden
+
+
+@given(strands)
+def test_what_is_issued_early_keeps_the_order_of_each_lane_and_follows_the_compute_that_it_needs(woven: Strands):
+    order, issued = interleave_strands(woven), issue_order(woven)
+    place = {key: number for number, key in enumerate(issued)}
+    for lane in ("compute", "comm"):
+        assert [k for k in issued if woven[k[0]][k[1]].lane == lane] == [
+            k for k in order if woven[k[0]][k[1]].lane == lane
+        ]
+    for s, i in issued:
+        assert all(place[s, need] < place[s, i] for need in woven[s][i].needs)
+    for (s, i), (t, j) in pairwise(issued):
+        is_after_compute = woven[s][i].lane == "compute" and woven[t][j].lane == "comm"
+        assert not is_after_compute or (s == t and i in woven[t][j].needs), "it could have been issued before"

@@ -37,7 +37,8 @@ def choices(
     config = Config(model=model, data=data, train=train, parallel=parallel)
     context = choose_context_mechanism(parallel.context, kernels, world)
     contexts = {world.cp.size: context}
-    return ModelParts(world, kernels, build_dispatcher(config, kernels, world), contexts, seq_len)
+    dispatcher = build_dispatcher(config, kernels, world)
+    return ModelParts(world, kernels, dispatcher, contexts, seq_len, parallel.row_chunks)
 
 
 def transformer(

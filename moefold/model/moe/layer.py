@@ -5,8 +5,8 @@ runs the same methods as its steps, so there is one statement of the layer. A bl
 as a member, as checkpoints name it, and applies it; neither norm nor residual connection is part of `forward`.
 
 The carry between the steps: `h_TD` the normed tokens, `for_router_TD` the same tensor for the router, `routing`,
-`receipt` (the dispatcher's metadata), `latent_TL`, `rows`, `y_RD`, `shared_TD`, and in the end `output_TD`; `aux` the
-sum of the balance losses so far.
+`receipt` (the dispatcher's metadata; one for each of the `parts` that `plan` is asked for), `latent_TL`, `rows`,
+`y_RD`, `shared_TD`, and in the end `output_TD`; `aux` the sum of the balance losses so far.
 
 T tokens of this rank, D width, L width of a latent, R rows of the experts held here, K experts of a token.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moefold.anatomy.step_specs import moe_step_specs
 from moefold.config.run import ModelConfig
-from moefold.dispatch.base import Receipt
+from moefold.dispatch.base import Receipt, plan_parts, split_routing
 from moefold.dispatch.cloning_dispatcher import CloningDispatcher, for_one_layer
 from moefold.dispatch.fp8_dispatcher import unquantised
 from moefold.dispatch.symmetric import SymmetricDispatcher
@@ -28,6 +28,7 @@ from moefold.layout.token_numbers import numbers_of_rows
 from moefold.model.moe.clones import ExpertClones
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
+from moefold.model.moe.row_chunks import PARTS
 from moefold.model.moe.shared import SharedExperts
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
@@ -43,7 +44,8 @@ class MoeSublayer(nn.Module):
         kernels = parts.kernels
         world = parts.world
         self.world = world
-        self.specs = moe_step_specs(model)
+        self.specs = moe_step_specs(model, parts.row_chunks)
+        self.row_chunks = parts.row_chunks
         if norm is not None:
             self.norm = norm
         self.router = Router(model, layer, kernels, world)
@@ -111,6 +113,7 @@ class MoeSublayer(nn.Module):
             "shared": self.run_shared_experts,
             "experts": self.run_routed_experts,
             "combine": self.combine_rows,
+            "join": self.hand_on_results,
             "widen": self.widen_tokens,
             "add": self.add_shared_experts,
         }
@@ -139,7 +142,12 @@ class MoeSublayer(nn.Module):
     def plan_rows(self, carry: Carry) -> Carry:
         routing = carry["routing"]
         carry = drop_from_carry(carry, "routing")
-        carry["receipt"] = self.dispatcher.plan(routing)
+        parts = carry.get(PARTS)
+        if parts is None:
+            carry["receipt"] = self.dispatcher.plan(routing)
+        else:
+            routings = split_routing(routing, parts)
+            carry["receipt"] = plan_parts(self.dispatcher, routings)
         return carry
 
     def dispatch_tokens(self, carry: Carry) -> Carry:
@@ -192,6 +200,10 @@ class MoeSublayer(nn.Module):
         carry = drop_from_carry(carry, "y_RD", "receipt")
         name = "latent_TL" if self.has_latent else "output_TD"
         return carry | {name: combined}
+
+    def hand_on_results(self, carry: Carry) -> Carry:
+        """The step that row chunks join before (model/moe/row_chunks.py)."""
+        return carry
 
     def widen_tokens(self, carry: Carry) -> Carry:
         latent_TL = carry["latent_TL"]

@@ -113,8 +113,8 @@ class Cluster:
         return seconds
 
     def dispatch_seconds(self, config: Config, choices: PlanChoices) -> float:
-        """Seconds of one dispatch or one combine, by the dispatcher that was set or by that of least predicted time.
-        With etp, the all-gather of arrived rows over etp is included."""
+        """Seconds of one dispatch or one combine of one row chunk, by the dispatcher that was set or by that of least
+        predicted time. With etp, the all-gather of arrived rows over etp is included."""
         p = config.parallel
         if p.ep * p.etp == 1:
             return 0.0
@@ -125,7 +125,7 @@ class Cluster:
         if p.etp == 1 or name == "all_gather":
             return seconds
         microbatch_tokens = config.train.micro_batch * config.data.seq_len
-        tokens = microbatch_tokens / (p.cp * p.tp)
+        tokens = microbatch_tokens / (p.cp * p.tp * p.row_chunks)
         row = wide * dispatched_width(config.model)
         top_k = config.model.moe.top_k
         gathered = row * tokens * top_k * (p.etp - 1)

@@ -26,13 +26,12 @@ from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.memory.resident import SUM_BYTES
+from moefold.plan.time.chunk_overlap import OVERLAP_FRICTION
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.plan.time.update_seconds import PassTimes, trained_part, update_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, slot_slack, time_slots
 from moefold.schedule.stage_costs import StageCosts
-
-OVERLAP_FRICTION = 0.45  # share of overlapped communication that a slot still takes: its kernels occupy SMs
 
 
 class UpdateSeconds(NamedTuple):

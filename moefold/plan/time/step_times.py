@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
 from moefold.anatomy.captured_steps import CAPTURED_READS
+from moefold.anatomy.row_chunks import CHUNKED_STEPS
 from moefold.config.memory_regions import MOE_STEPS
 from moefold.plan.layer.layer_costs import Gemm, StepCount
 from moefold.plan.layer.moefold_layers import swaps_heads, writes_score_gradients
@@ -41,6 +43,7 @@ from moefold.plan.machine.gpu import Gpu, roofline_seconds
 from moefold.plan.memory.host_weights import bytes_by_layer
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces
+from moefold.plan.time.chunk_overlap import ChunkedPass
 from moefold.plan.time.update_seconds import trained_part
 
 BACKWARD_LAUNCH_RATIO = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
@@ -140,7 +143,7 @@ class StepClock:
 
     @cached_property
     def one_way_seconds(self) -> float:
-        """Seconds of one dispatch or one combine."""
+        """Seconds of one dispatch or one combine, of one row chunk."""
         config = self.setting.config
         return self.cluster.dispatch_seconds(config, self.choices)
 
@@ -169,8 +172,54 @@ class StepClock:
         count = self.setting.count_piece(piece, layer)
         seconds: dict[str, PassSeconds] = {}
         for step in count.steps:
-            seconds[step.name] = self.time_step(step, shapes)
-        return seconds
+            chunked = self.in_row_chunks(step)
+            seconds[step.name] = self.time_step(chunked, shapes)
+        return self.hide_row_chunks(seconds)
+
+    def in_row_chunks(self, step: StepCount) -> StepCount:
+        """The step with the products of its row chunks, each of which has fewer rows of every expert."""
+        chunks = self.setting.parallel.row_chunks
+        if chunks == 1 or step.name != "experts":
+            return step
+        gemms: list[Gemm] = []
+        for gemm in step.gemms:
+            rows = gemm.rows / chunks
+            times = gemm.times * chunks
+            of_chunks = replace(gemm, rows=rows, times=times)
+            gemms.append(of_chunks)
+        return replace(step, gemms=tuple(gemms))
+
+    def hide_row_chunks(self, steps: dict[str, PassSeconds]) -> dict[str, PassSeconds]:
+        """The steps of a layer, with the exchanges of row chunks as far as the layer's own compute does not hide them.
+        Where passes are paired, all of the exchanges are left to be hidden behind the other pass."""
+        chunks = self.setting.parallel.row_chunks
+        if chunks == 1 or self.is_paired or "experts" not in steps:
+            return steps
+        F, D, W = steps["experts"]
+        shared = steps.get("shared", PassSeconds())
+        forward = self.time_chunks(F.compute, shared.F.compute)
+        # Weight gradients are computed with the others, unless they are deferred.
+        backward = self.time_chunks(D.compute + W.compute, shared.D.compute + shared.W.compute)
+        hidden = steps.copy()
+        for name in ("dispatch", "combine"):
+            passes = steps[name]
+            sent_again = passes.D.travel - self.exchange_seconds
+            hidden[name] = with_travel(passes, forward.exposed / 2, backward.exposed / 2 + sent_again)
+        return hidden
+
+    def time_chunks(self, experts: float, beside: float) -> ChunkedPass:
+        chunks = self.setting.parallel.row_chunks
+        return ChunkedPass(self.one_way_seconds, experts, beside, chunks)
+
+    @property
+    def is_paired(self) -> bool:
+        pipeline = self.setting.pipeline
+        return pipeline.pair or pipeline.schedule == "dualpipe_v"
+
+    @cached_property
+    def exchange_seconds(self) -> float:
+        """Seconds of one way of all tokens of a microbatch: of every row chunk."""
+        return self.setting.parallel.row_chunks * self.one_way_seconds
 
     def time_step(self, step: StepCount, s: RankShapes) -> PassSeconds:
         forward = self.time_forward(step, s)
@@ -185,7 +234,7 @@ class StepClock:
     def time_forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
         name = step.name
         gemms = step.gemms
-        launches, looped = count_launches(name, gemms, s)
+        launches, looped = self.count_launches(step, s)
         products = self.forward_gemm_seconds(gemms, s)
         share = self.kernels.attention_forward
         half = self.kernels.forward_half
@@ -226,6 +275,14 @@ class StepClock:
             return 0.0
         return step.attention * s.Q / (s.Q + s.V)
 
+    def count_launches(self, step: StepCount, s: RankShapes) -> tuple[float, float]:
+        """Kernels of a forward, in sequence and in a loop, with those of every row chunk."""
+        launches, looped = count_launches(step.name, step.gemms, s)
+        if step.name not in CHUNKED_STEPS:
+            return launches, looped
+        chunks = self.setting.parallel.row_chunks
+        return chunks * launches, chunks * looped
+
     def moving_seconds(self, pointwise: float, quantising: float) -> float:
         """Seconds of the bytes of pointwise and of quantising passes."""
         return pointwise / self.pointwise_bandwidth + quantising / self.quantise_bandwidth
@@ -234,7 +291,7 @@ class StepClock:
         """Times of data gradient and weight gradient."""
         name = step.name
         gemms = step.gemms
-        launches, looped = count_launches(name, gemms, s)
+        launches, looped = self.count_launches(step, s)
         products = 0.0
         weights = 0.0
         for gemm in gemms:
@@ -392,13 +449,13 @@ class StepClock:
 
     def travel_seconds(self, step: StepCount) -> float:
         if step.name in ("dispatch", "combine"):
-            return self.one_way_seconds
+            return self.exchange_seconds
         return 0.0
 
     def sent_again_seconds(self, step: StepCount, s: RankShapes) -> float:
         """Seconds of the comm lane in which tokens are dispatched again, ahead of the backward of `combine`."""
         sends_again = step.name == "combine" and "dispatch" in s.choices.recomputed
-        return self.one_way_seconds if sends_again else 0.0
+        return self.exchange_seconds if sends_again else 0.0
 
     def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
         """Seconds of exposed collectives of tp and cp. A ring sends keys and values during attention over earlier
@@ -532,6 +589,11 @@ class StepClock:
         forward = F._replace(memory=F.memory + exposed_forward)
         data_gradient = D._replace(memory=D.memory + exposed_backward)
         return PassSeconds(forward, data_gradient, W)
+
+
+def with_travel(passes: PassSeconds, forward: float, backward: float) -> PassSeconds:
+    F, D, W = passes
+    return PassSeconds(F._replace(travel=forward), D._replace(travel=backward), W)
 
 
 def joined_with(op: OpSeconds, exposed: float) -> OpSeconds:
