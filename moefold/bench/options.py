@@ -242,7 +242,9 @@ class OverlapOptions(BenchOptions):
     """Measure how much of the experts' all-to-all hides behind compute, on two CPU ranks with a slowed network."""
 
     delay_ms: float = 10.0
-    """Least milliseconds of one all-to-all of rows."""
+    """Milliseconds of one all-to-all of all rows of a microbatch."""
+    experts_ms: float = 0.0
+    """Least milliseconds of a layer's shared and routed experts together, in each pass of a microbatch."""
     microbatches: int = 16
     """Microbatches of one step."""
     trace: Path | None = None
@@ -251,8 +253,11 @@ class OverlapOptions(BenchOptions):
     """Folder for the figures of each rank; set by the command for the ranks it starts."""
 
     def check_values(self) -> None:
-        if self.delay_ms < 0 or self.microbatches < 2:
-            raise UserError("--delay-ms must be at least 0 and --microbatches at least 2; such as 10 and 16")
+        if min(self.delay_ms, self.experts_ms) < 0 or self.microbatches < 2:
+            raise UserError(
+                "--delay-ms must be at least 0 and --microbatches at least 2, such as 10 and 16, and --experts-ms at "
+                "least 0"
+            )
 
 
 @dataclass(frozen=True)

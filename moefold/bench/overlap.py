@@ -1,10 +1,11 @@
 """`moefold bench overlap`: how much of the experts' communication hides behind compute, on two CPU ranks.
 
 Each all-to-all of rows is slowed, as on a slow network: it takes a given time for all rows of a microbatch, and a part
-of it for a part of them. The variants of a step are measured in one run: one microbatch after the other; the same with
-shared experts, which compute beside the all-to-all of their own microbatch; in row chunks, of which one computes while
-another is sent; a forward paired with a backward; and paired, with weight gradients split off to fill gaps. All send
-the same rows. Exposed time is the part of all-to-alls of rows in which the compute lane waits or runs them itself.
+of it for a part of them. With `--experts-ms` the model is narrow and its experts are slowed too, so that they compute
+for a known time. The variants of a step are measured in one run: one microbatch after the other; the same with shared
+experts, which compute beside the all-to-all of their own microbatch; in row chunks, of which one computes while another
+is sent; a forward paired with a backward; and paired, with weight gradients split off to fill gaps. All send the same
+rows. Exposed time is the part of all-to-alls of rows in which the compute lane waits or runs them itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World
 from moefold.layout.process_groups import joined_world
 from moefold.layout.spawn import run_local_ranks
+from moefold.model.steps import PassKey, PassKind, Step
 from moefold.observe.trace import SpanRecorder, TraceEvent, write_trace
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run
@@ -98,6 +100,7 @@ def run_benchmark(options: OverlapOptions) -> int:
 def rank_arguments(options: OverlapOptions, folder: str) -> list[str]:
     arguments = ["bench", "overlap"]
     arguments += ["--delay-ms", str(options.delay_ms)]
+    arguments += ["--experts-ms", str(options.experts_ms)]
     arguments += ["--microbatches", str(options.microbatches)]
     arguments += ["--found", folder]
     return arguments
@@ -133,29 +136,33 @@ def print_overlap_table(options: OverlapOptions, summary: dict[str, Seconds]) ->
     add_number_columns(table, "step", "experts", "exposed", "hidden")
     for way, figures in summary.items():
         step = f"{1e3 * figures['step']:.0f}"
-        experts = f"{1e3 * figures['experts']:.0f}" if figures["experts"] else "-"  # steps in line have no spans
+        experts = f"{1e3 * figures['experts']:.0f}"
         exposed = f"{1e3 * figures['exposed']:.0f}"
         hidden = f"{figures['hidden']:.1%}"
         table.add_row(way, step, experts, exposed, hidden)
     Console().print(table)
 
 
-def overlap_config(microbatches: int) -> Config:
+def overlap_config(microbatches: int, is_narrow: bool = False) -> Config:
+    """A small run on two ranks. The experts of the wide one take longer than an all-to-all; the narrow one leaves the
+    processors to what slows it."""
     config = PRESETS["tiny"]()
     batch = RANKS * microbatches
     cpu = replace(config.train, device="cpu", precision="fp32")
     train = replace(cpu, global_batch=batch, micro_batch=1)
     parallel = ParallelConfig(ep=RANKS, dispatcher="all_to_all")
-    wider = replace(config.model, layers=2, hidden=256)  # its compute takes longer than an all-to-all
-    data = replace(config.data, seq_len=512)
+    width, length = (32, 64) if is_narrow else (256, 512)
+    model = replace(config.model, layers=2, hidden=width)
+    data = replace(config.data, seq_len=length)
     on_two_ranks = replace(config, train=train, parallel=parallel)
-    return replace(on_two_ranks, model=wider, data=data)
+    return replace(on_two_ranks, model=model, data=data)
 
 
 def measure_every_way(options: OverlapOptions, folder: Path) -> None:
     """The figures of this rank, written to `folder`."""
     torch.set_num_threads(1)
-    config = overlap_config(options.microbatches)
+    experts = options.experts_ms / 1e3
+    config = overlap_config(options.microbatches, is_narrow=experts > 0)
     delay = options.delay_ms / 1e3
     rows = config.data.seq_len * config.model.moe.top_k  # a microbatch is one sequence of a rank
     ways: dict[str, Seconds] = {}
@@ -163,7 +170,7 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
     with joined_world(config.parallel, "cpu") as world, slowed_all_to_all(delay, rows) as exchanges:
         for name, way in OVERLAP_WAYS.items():
             variant = way.changed(config)
-            ways[name], events = measure_overlap(variant, world, exchanges)
+            ways[name], events = measure_overlap(variant, world, exchanges, experts)
     figures: RankFigures = {"ways": ways, "events": from_zero(events)}
     path = folder / f"{world.rank}.json"
     path.write_text(json.dumps(figures))
@@ -176,15 +183,18 @@ def from_zero(events: list[TraceEvent]) -> list[dict[str, Any]]:
     return list(map(asdict, shifted))
 
 
-def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Measured:
-    """Seconds of a step and of exposed all-to-all, after one step to warm up."""
+def measure_overlap(config: Config, world: World, exchanges: SpanRecorder, experts: float = 0.0) -> Measured:
+    """Seconds of a step, of experts and of exposed all-to-all, after one step to warm up. `experts`: least seconds of a
+    layer's experts in a pass of a microbatch."""
     corpus = random_corpus(config)
     run = assemble_run(config, world, Path("."), corpus)
     take_next_step(run)  # warm-up
+    slowed = SlowedExperts(config, experts)
     exchanges.events.clear()
     spans = run.executor.spans
     spans.start_recording()
-    seconds = wall_clock_seconds(partial(take_next_step, run))
+    with run.executor.observed_by(slowed):
+        seconds = wall_clock_seconds(partial(take_next_step, run))
     events = sorted(spans.events, key=attrgetter("start"))
     waits: list[TraceEvent] = []
     work: list[TraceEvent] = []
@@ -194,8 +204,30 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Me
     exposed = 0
     for exchange in exchanges.events:
         exposed += exposed_seconds(exchange, waits)
-    experts = sum(event.end - event.start for event in work if event.name.startswith(EXPERT_STEPS))
-    return {"step": seconds, "experts": experts, "exposed": exposed}, work
+    return {"step": seconds, "experts": slowed.spent, "exposed": exposed}, work
+
+
+class SlowedExperts:
+    """An observer that makes a layer's shared and routed experts take at least so many `seconds` together in each pass,
+    half of it each where there are both; a row chunk takes its share. `spent`: seconds of all of them."""
+
+    def __init__(self, config: Config, seconds: float):
+        has_both = config.model.moe.shared_ffn > 0
+        self.seconds = seconds / 2 if has_both else seconds
+        self.spent = 0.0
+        self.begun: dict[tuple[int, PassKind, PassKey], float] = {}
+
+    def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        if step.spec.name in EXPERT_STEPS:
+            self.begun[id(step), kind, key] = time.time()
+
+    def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        spec = step.spec
+        if spec.name in EXPERT_STEPS:
+            begun = self.begun.pop((id(step), kind, key))
+            left = begun + spec.share * self.seconds - time.time()
+            time.sleep(max(0.0, left))
+            self.spent += time.time() - begun
 
 
 def exposed_seconds(exchange: TraceEvent, waits: Sequence[TraceEvent]) -> float:

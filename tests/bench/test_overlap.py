@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moefold.bench.overlap import OVERLAP_WAYS, exposed_seconds
+from moefold.bench.overlap import OVERLAP_WAYS, exposed_seconds, measure_overlap, overlap_config, slowed_all_to_all
 from moefold.cli.main import run_command_line
+from moefold.layout.axes import World
 from moefold.observe.trace import TraceEvent
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.extended
@@ -33,6 +36,30 @@ def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_pat
     assert {e["cat"] for e in events} == {"compute", "comm"}
 
 
+def best_exposed_share(world: World) -> float:
+    """Of the exchanges of a step of four row chunks with shared experts, the exposed share: the least of a few steps,
+    from which other processes of the machine have taken the least."""
+    delay = 0.04
+    config = OVERLAP_WAYS["one after the other, 4 row chunks, with shared experts"].changed(
+        overlap_config(1, is_narrow=True)
+    )
+    config = replace(config, model=replace(config.model, layers=1))
+    rows = config.data.seq_len * config.model.moe.top_k
+    shares: list[float] = []
+    with slowed_all_to_all(delay, rows) as exchanges:
+        for _ in range(3):
+            seconds, _ = measure_overlap(config, world, exchanges, 2 * delay)
+            sent = [event.end - event.start for event in exchanges.events]
+            shares.append(seconds["exposed"] / sum(sent))
+    return min(shares)
+
+
+@pytest.mark.alone
+def test_shared_experts_and_row_chunks_hide_seven_tenths_of_exchanges_as_long_as_their_compute():
+    for exposed in run_ranks(best_exposed_share, 2, ep=2):
+        assert exposed <= 0.3, f"{1 - exposed:.0%} hidden"
+
+
 def span(lane: str, start: float, end: float) -> TraceEvent:
     return TraceEvent(0, lane, "", start, end)
 
@@ -45,7 +72,7 @@ def test_only_waits_during_an_exchange_expose_it():
     assert exposed_seconds(span("compute", 1, 7), waits) == 6
 
 
-@pytest.mark.parametrize("words", [["--delay-ms", "-1"], ["--microbatches", "1"]], ids=str)
+@pytest.mark.parametrize("words", [["--delay-ms", "-1"], ["--experts-ms", "-1"], ["--microbatches", "1"]], ids=str)
 def test_nonsense_is_refused_before_ranks_start(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert run_command_line(["bench", "overlap", *words]) == 2
     assert "--delay-ms must be at least 0 and --microbatches at least 2" in capsys.readouterr().err

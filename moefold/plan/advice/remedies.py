@@ -92,6 +92,7 @@ def needless_recompute(plan: Situation) -> Iterator[Advice]:
 
 def communication_remedies(plan: Situation) -> Iterator[Advice]:
     yield from hidden_dispatch(plan)
+    yield from chunked_rows(plan)
     yield from lighter_exchange(plan)
     yield from exposed_collectives(plan)
     yield from even_stages(plan)
@@ -109,6 +110,40 @@ def hidden_dispatch(plan: Situation) -> Iterator[Advice]:
         other = plan.changed(change)
         if other and plan.is_better(other):
             yield Advice("communication", f"{text}; {propose_faster(plan, change, other)}", "table 14")
+
+
+def chunked_rows(plan: Situation) -> Iterator[Advice]:
+    """Overlap inside a layer, or why it does not pay."""
+    exposed = plan.share(plan.time.pipeline_time.exposed)
+    is_paired = plan.config.pipeline.pair
+    if exposed < NOTICEABLE or is_paired or plan.choices.stack != "moefold":
+        return
+    chunks = plan.config.parallel.row_chunks
+    changes: list[Change] = [{"parallel.row_chunks": more * chunks} for more in (2, 4)]
+    best = plan.best_of(changes)
+    if best:
+        change, other = best
+        text = f"{exposed:.0%} of the step waits for tokens; {propose_faster(plan, change, other)}"
+        yield Advice("communication", text, "this trainer")
+        return
+    other = plan.changed(changes[0])
+    if other:
+        reason = why_chunks_do_not_pay(plan, other)
+        text = f"parallel.row_chunks {2 * chunks} would not pay: {reason}"
+        yield Advice("communication", text, "this trainer")
+
+
+def why_chunks_do_not_pay(plan: Situation, other: Situation) -> str:
+    if not other.fits:
+        return "the plan would not fit"
+    hidden = plan.time.pipeline_time.exposed - other.time.pipeline_time.exposed
+    added = 0.0
+    for wall in ("arithmetic", "compute", "host"):
+        added += other.time.walls[wall] - plan.time.walls[wall]
+    slower = f"kernels of fewer rows and their launches take {plan.share(added):.1%} of the step more"
+    if hidden <= 0:
+        return f"experts compute too little to hide the exchanges of more and smaller messages, and {slower}"
+    return f"exchanges would be hidden for {plan.share(hidden):.1%} of the step, but {slower}"
 
 
 def lighter_exchange(plan: Situation) -> Iterator[Advice]:

@@ -12,6 +12,7 @@ from moefold.plan.machine.gpu import find_gpu_by_name
 from moefold.plan.memory.peak_memory import build_run_setting
 from moefold.plan.memory.rank_stages import stages_by_rank
 from moefold.plan.options import PlanChoices
+from moefold.plan.time.chunk_overlap import ChunkedPass
 from moefold.plan.time.simulate_step import time_training_step
 from moefold.plan.time.step_times import PassSeconds, StepClock, sum_pass_seconds
 from moefold.presets.recipe import resolve_recipe
@@ -98,6 +99,32 @@ def test_tokens_that_are_dispatched_again_travel_once_more():
     assert one_way > 0
     assert again.D.travel - plain.D.travel == pytest.approx(one_way)
     assert again.D.memory > 0
+
+
+def test_row_chunks_hide_travel_behind_experts_and_cost_them_rows_and_launches():
+    keys = {"model": "mixtral-8x7b", "parallel__ep": 8, "train__micro_batch": 4, "train__global_batch": 32}
+    whole, halves = (passed(**keys, parallel__row_chunks=n) for n in (1, 2))
+    for of_whole, of_halves in zip(whole[:2], halves[:2], strict=True):
+        assert 0.45 * of_whole.travel < of_halves.travel < of_whole.travel
+    assert sum(op.products for op in halves) > sum(op.products for op in whole)
+    assert sum(op.host for op in halves) > sum(op.host for op in whole)
+    assert sum(op.ideal for op in halves) == pytest.approx(sum(op.ideal for op in whole))
+
+
+def test_row_chunks_of_paired_passes_leave_their_travel_to_the_other_pass():
+    keys = {"parallel__ep": 8, "pipeline__pair": "true", "train__global_batch": 16}
+    whole, halves = (passed(**keys, parallel__row_chunks=n) for n in (1, 2))
+    assert halves.F.travel > whole.F.travel, "each message has a latency"
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_a_chunked_pass_ends_when_its_lanes_do(chunks: int):
+    free = ChunkedPass(0.0, 3.0, 2.0, chunks)
+    assert free.end == pytest.approx(5.0)
+    sent = ChunkedPass(1.0, 0.0, 0.0, chunks)
+    assert sent.end == 2 * chunks
+    even = ChunkedPass(1.0, float(chunks), float(chunks), chunks)
+    assert even.end == 2 * chunks + 1, "all but the last message is hidden"
 
 
 def test_results_that_are_swapped_again_cost_a_part_of_the_exchange_over_cp():
