@@ -219,15 +219,19 @@ class SlowedExperts:
 
     def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if step.spec.name in EXPERT_STEPS:
-            self.begun[id(step), kind, key] = time.time()
+            of_pass = id(step), kind, key
+            self.begun[of_pass] = time.time()
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
         spec = step.spec
         if spec.name in EXPERT_STEPS:
-            begun = self.begun.pop((id(step), kind, key))
-            left = begun + spec.share * self.seconds - time.time()
+            of_pass = id(step), kind, key
+            begun = self.begun.pop(of_pass)
+            end = begun + spec.share * self.seconds
+            left = end - time.time()
             time.sleep(max(0.0, left))
-            self.spent += time.time() - begun
+            ended = time.time()
+            self.spent += ended - begun
 
 
 def exposed_seconds(exchange: TraceEvent, waits: Sequence[TraceEvent]) -> float:

@@ -66,12 +66,15 @@ class TrafficCounter:
         """The traffic of each of several routings, by the same wait."""
         counts = list(map(self.count_own, parts))
         counted = len(counts[0])
-        table = self.gather_table(torch.cat(counts))
+        together = torch.cat(counts)
+        table = self.gather_table(together)
         traffics: list[Traffic] = []
         for number in range(len(parts)):
             begin = number * counted
-            of_part = columns_of(table, begin, begin + counted)
-            traffics.append(self.traffic_of(of_part, counted))
+            end = begin + counted
+            of_part = columns_of(table, begin, end)
+            traffic = self.traffic_of(of_part, counted)
+            traffics.append(traffic)
         return traffics
 
     def gather_table(self, counts: Tensor) -> Table:

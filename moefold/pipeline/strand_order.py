@@ -69,9 +69,11 @@ def issue_order(strands: tuple[Strand, ...]) -> tuple[PieceKey, ...]:
     issued: dict[PieceKey, None] = {}  # in order
     while waiting or computing:
         while waiting and has_needs(strands, waiting[0], issued):
-            issued[waiting.popleft()] = None
+            key = waiting.popleft()
+            issued[key] = None
         if computing:
-            issued[computing.popleft()] = None
+            key = computing.popleft()
+            issued[key] = None
     return tuple(issued)
 
 

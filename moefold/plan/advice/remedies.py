@@ -119,14 +119,15 @@ def chunked_rows(plan: Situation) -> Iterator[Advice]:
     if exposed < NOTICEABLE or is_paired or plan.choices.stack != "moefold":
         return
     chunks = plan.config.parallel.row_chunks
-    changes: list[Change] = [{"parallel.row_chunks": more * chunks} for more in (2, 4)]
-    best = plan.best_of(changes)
+    twice: Change = {"parallel.row_chunks": 2 * chunks}
+    four_times: Change = {"parallel.row_chunks": 4 * chunks}
+    best = plan.best_of((twice, four_times))
     if best:
         change, other = best
         text = f"{exposed:.0%} of the step waits for tokens; {propose_faster(plan, change, other)}"
         yield Advice("communication", text, "this trainer")
         return
-    other = plan.changed(changes[0])
+    other = plan.changed(twice)
     if other:
         reason = why_chunks_do_not_pay(plan, other)
         text = f"parallel.row_chunks {2 * chunks} would not pay: {reason}"
@@ -136,14 +137,19 @@ def chunked_rows(plan: Situation) -> Iterator[Advice]:
 def why_chunks_do_not_pay(plan: Situation, other: Situation) -> str:
     if not other.fits:
         return "the plan would not fit"
-    hidden = plan.time.pipeline_time.exposed - other.time.pipeline_time.exposed
+    time = plan.time
+    changed = other.time
+    hidden = time.pipeline_time.exposed - changed.pipeline_time.exposed
     added = 0.0
-    for wall in ("arithmetic", "compute", "host"):
-        added += other.time.walls[wall] - plan.time.walls[wall]
-    slower = f"kernels of fewer rows and their launches take {plan.share(added):.1%} of the step more"
+    for wall in ("compute", "host"):
+        before = time.walls[wall]
+        added += changed.walls[wall] - before
+    more = plan.share(added)
+    slower = f"kernels of fewer rows and their launches take {more:.1%} of the step more"
     if hidden <= 0:
         return f"experts compute too little to hide the exchanges of more and smaller messages, and {slower}"
-    return f"exchanges would be hidden for {plan.share(hidden):.1%} of the step, but {slower}"
+    saved = plan.share(hidden)
+    return f"exchanges would be hidden for {saved:.1%} of the step, but {slower}"
 
 
 def lighter_exchange(plan: Situation) -> Iterator[Advice]:

@@ -35,8 +35,10 @@ class ChunkedPass(NamedTuple):
         returned = self.chunks * self.exchange  # the lane has sent all chunks
         for chunk in range(self.chunks):
             arrived = (chunk + 1) * self.exchange
-            computed = max(computed, arrived) + self.experts / self.chunks
-            returned = max(returned, computed) + self.exchange
+            begun = max(computed, arrived)
+            computed = begun + self.experts / self.chunks
+            sent = max(returned, computed)
+            returned = sent + self.exchange
         return returned
 
     @property

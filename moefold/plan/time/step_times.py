@@ -199,12 +199,16 @@ class StepClock:
         shared = steps.get("shared", PassSeconds())
         forward = self.time_chunks(F.compute, shared.F.compute)
         # Weight gradients are computed with the others, unless they are deferred.
-        backward = self.time_chunks(D.compute + W.compute, shared.D.compute + shared.W.compute)
+        experts = D.compute + W.compute
+        beside = shared.D.compute + shared.W.compute
+        backward = self.time_chunks(experts, beside)
         hidden = steps.copy()
         for name in ("dispatch", "combine"):
             passes = steps[name]
             sent_again = passes.D.travel - self.exchange_seconds
-            hidden[name] = with_travel(passes, forward.exposed / 2, backward.exposed / 2 + sent_again)
+            out = forward.exposed / 2
+            back = backward.exposed / 2 + sent_again
+            hidden[name] = with_travel(passes, out, back)
         return hidden
 
     def time_chunks(self, experts: float, beside: float) -> ChunkedPass:
@@ -593,7 +597,9 @@ class StepClock:
 
 def with_travel(passes: PassSeconds, forward: float, backward: float) -> PassSeconds:
     F, D, W = passes
-    return PassSeconds(F._replace(travel=forward), D._replace(travel=backward), W)
+    F = F._replace(travel=forward)
+    D = D._replace(travel=backward)
+    return PassSeconds(F, D, W)
 
 
 def joined_with(op: OpSeconds, exposed: float) -> OpSeconds:
