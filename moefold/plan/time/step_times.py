@@ -597,9 +597,9 @@ class StepClock:
 
 def with_travel(passes: PassSeconds, forward: float, backward: float) -> PassSeconds:
     F, D, W = passes
-    F = F._replace(travel=forward)
-    D = D._replace(travel=backward)
-    return PassSeconds(F, D, W)
+    sent = F._replace(travel=forward)
+    sent_back = D._replace(travel=backward)
+    return PassSeconds(sent, sent_back, W)
 
 
 def joined_with(op: OpSeconds, exposed: float) -> OpSeconds:
