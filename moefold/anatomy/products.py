@@ -51,7 +51,7 @@ class ProductSpec:
 
     @property
     def is_in_scope(self) -> bool:
-        return self.place.startswith(SCOPE) and self.place not in PLAIN_IN_SCOPE
+        return place_is_in_scope(self.place)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,12 @@ def product_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
     """The weight of every linear product, with the prefix of its layer."""
     for prefix, step in prefixed_steps(model):
         for weight in step.weights:
-            if weight.is_matrix and weight.name not in NO_PRODUCTS:
+            if is_product_weight(weight):
                 yield prefix, weight
+
+
+def is_product_weight(weight: WeightSpec) -> bool:
+    return weight.is_matrix and weight.name not in NO_PRODUCTS
 
 
 def adaptable_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
@@ -89,13 +93,17 @@ def adaptable_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
 
 def weights_in_scope(model: ModelConfig) -> set[str]:
     """The names of the weights that the default scope of `precision.recipe` quantises."""
-    one_rank = {"tp": 1, "ep": 1, "etp": 1}
-    names: set[str] = set()
-    for prefix, weight in product_weights(model):
-        product = product_of_weight(prefix, weight, one_rank)
-        if product.is_in_scope:
-            names.add(prefix + weight.name)
-    return names
+    weights = product_weights(model)
+    return {prefix + weight.name for prefix, weight in weights if is_in_scope(weight)}
+
+
+def is_in_scope(weight: WeightSpec) -> bool:
+    """Whether the default scope has the product of a weight."""
+    return is_product_weight(weight) and place_is_in_scope(product_place(weight.name))
+
+
+def place_is_in_scope(place: str) -> bool:
+    return place.startswith(SCOPE) and place not in PLAIN_IN_SCOPE
 
 
 def product_of_weight(prefix: str, weight: WeightSpec, degrees: dict[str, int]) -> ProductSpec:

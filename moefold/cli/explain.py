@@ -53,7 +53,7 @@ from moefold.layout.fold import fold_into_grids
 from moefold.plan.machine.known_links import first_gpu_name, known_links
 from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.machine_fit import choices_of_run, list_parts
-from moefold.plan.memory.peak_memory import fullest_rank, parameters_of_whole_units, plan_memory, stage_counts
+from moefold.plan.memory.peak_memory import bytes_of_whole_units, fullest_rank, plan_memory, stage_counts
 from moefold.plan.memory.rank_stages import stages_by_rank
 from moefold.plan.memory.region_savings import offloaded_layers, recomputed_layers, saved_by_regions, sent_again
 from moefold.plan.memory.resident import resident_state
@@ -236,7 +236,7 @@ def describe_sharding(config: Config, ranks: int) -> Description | None:
     held = resident_state(setting, first, stage_counts(setting, first))
     units = 0.0
     if config.shard.mode == "zero3":
-        units = parameters_of_whole_units(setting, first) * setting.recipe.wide
+        units = bytes_of_whole_units(setting, first)
     return {
         "mode": config.shard.mode,
         "copies": config.shard.replicas,

@@ -10,7 +10,6 @@ from moefold.config.rule import ConfigOnRanks, RuleList
 RANK = "lora.rank"
 BASE = "lora.base"
 DORA = "lora.dora"
-SHARD_MODE = "shard.mode"
 
 LORA_RULES = RuleList()
 
@@ -85,26 +84,6 @@ def magnitudes_are_without_dropout(c: ConfigOnRanks) -> bool:
 )
 def magnitudes_have_a_plain_base(c: ConfigOnRanks) -> bool:
     return not c.lora.dora or not has_blocks(c)
-
-
-@LORA_RULES.rule(
-    "a base in blocks is whole on every replica",
-    (BASE, SHARD_MODE),
-    why="blocks are in no unit that could be gathered",
-    fix="set shard.mode to zero1, or lora.base to plain",
-)
-def base_in_blocks_is_whole(c: ConfigOnRanks) -> bool:
-    return not (has_blocks(c) and c.shard.mode == "zero3")
-
-
-@LORA_RULES.rule(
-    "magnitudes have a whole base",
-    (DORA, SHARD_MODE),
-    why="magnitudes begin as the lengths of rows, before any unit is gathered",
-    fix="set shard.mode to zero1, or lora.dora to false",
-)
-def magnitudes_have_a_whole_base(c: ConfigOnRanks) -> bool:
-    return not (c.lora.dora and c.shard.mode == "zero3")
 
 
 @LORA_RULES.rule(

@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moefold.layout.held_blocks import Held
+
 
 class HeldShare(NamedTuple):
     """Elements of this rank's flattened part of a parameter, from `first` on; no element where the share of a bucket
-    has nothing of the parameter."""
+    has nothing of the parameter. In blocks they are whole rows."""
 
     first: int
-    values: Tensor
+    values: Held
 
 
 def attach_held_share(parameter: Tensor, share: HeldShare) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -18,13 +17,6 @@ class HostCopy(NamedTuple):
 
     on_host: Tensor
     on_device: Tensor
-
-
-def place_without_memory(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of this shape and type whose storage has no memory yet."""
-    place = torch.empty(like.shape, dtype=like.dtype, device=device)
-    place.untyped_storage().resize_(0)
-    return place
 
 
 def attach_host_copies(parameter: Tensor, copies: Sequence[HostCopy]) -> None:

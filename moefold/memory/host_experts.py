@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moefold.anatomy.weight_units import units_at_a_time
 from moefold.config.run import Config
 from moefold.layout.declare import declared_parameters
-from moefold.layout.held_blocks import held_blocks_of
+from moefold.layout.held_blocks import attach_fetched_blocks, attach_held_blocks, held_blocks_of
 from moefold.layout.held_share import HeldShare, attach_held_share
 from moefold.layout.host_copies import HostCopy, attach_host_copies, host_copies_of
 from moefold.layout.pinned_memory import host_memory
@@ -112,21 +112,30 @@ def fill_from_host(copies: Iterable[HostCopy]) -> None:
 
 @torch.no_grad()
 def hold_experts_on_host(model: nn.Module, products: Collection[str]) -> None:
-    """Give the weights of these products host memory, unless they have blocks there, and all other parameters device
-    memory. The model was declared without; products of other pipeline ranks are left."""
+    """Give the weights of these products, or the blocks that stand for them, host memory. The model was declared
+    without; products of other pipeline ranks are left."""
     here = named_products(model)
     on_host = [placed_weight(here[name]).declaration for name in products if name in here]
     identities = set(map(id, on_host))
     for parameter in declared_parameters(model):
-        tensor = parameter.tensor
-        if held_blocks_of(tensor) is not None:
-            continue
-        if id(parameter.declaration) not in identities:
-            tensor.untyped_storage().resize_(tensor.nbytes)
-            continue
-        values = host_memory(tensor)
-        attach_held_share(tensor, HeldShare(0, values.view(-1)))
-        attach_host_copies(tensor, [HostCopy(values, tensor.data)])
+        if id(parameter.declaration) in identities:
+            move_to_host(parameter.tensor)
+
+
+def move_to_host(weight: Tensor) -> None:
+    """Products read what is on the device, where it comes to."""
+    blocks = held_blocks_of(weight)
+    if blocks is None:
+        values = host_memory(weight)
+        attach_held_share(weight, HeldShare(0, values.view(-1)))
+        copy = HostCopy(values, weight.data)
+        attach_host_copies(weight, [copy])
+        return
+    held = blocks.remade(host_memory)
+    attach_held_blocks(weight, held)
+    attach_fetched_blocks(weight, blocks)
+    copies = map(HostCopy, held.tensors(), blocks.tensors())
+    attach_host_copies(weight, list(copies))
 
 
 def fetch_experts(config: Config, model: nn.Module, spans: SpanRecorder) -> tuple[FetchedExperts, ...]:

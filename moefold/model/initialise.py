@@ -15,6 +15,7 @@ from moefold.config.run import ModelConfig
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.held_blocks import Held, held_blocks_of
 from moefold.layout.held_share import held_share_of
+from moefold.layout.host_copies import host_copies_of
 
 ParameterSlice = tuple[str, DeclaredParameter, Held]  # name, parameter, view to fill
 
@@ -23,6 +24,20 @@ def output_std(model: ModelConfig) -> float:
     """Of weights whose product is added to the stream: the smaller, the more of them there are."""
     residual_adds = 2 * model.layers
     return model.init_std / residual_adds**0.5
+
+
+def allocate_parameters(model: nn.Module) -> None:
+    """Give parameters that were declared without memory theirs, or that of the blocks that stand for them. What lies on
+    the host has memory on the device in steps alone."""
+    for parameter in declared_parameters(model):
+        tensor = parameter.tensor
+        if host_copies_of(tensor):
+            continue
+        blocks = held_blocks_of(tensor)
+        held = (tensor,) if blocks is None else blocks.tensors()
+        for each in held:
+            memory = each.untyped_storage()
+            memory.resize_(each.nbytes)
 
 
 def initialise_parameters(model: nn.Module, seed: int) -> None:

@@ -12,7 +12,7 @@ checkpoint has these values, as it has those of any weight, and a resumed run ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -29,9 +29,7 @@ from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Pro
 from moefold.kernels.quantise.base_codecs import CODECS, dequantise_rows, quantise_rows
 from moefold.layout.declare import declared_parameters
 from moefold.layout.gradient_sink import underlying_parameter
-from moefold.layout.held_blocks import attach_fetched_blocks, attach_held_blocks, blocks_to_read
-from moefold.layout.host_copies import HostCopy, attach_host_copies, place_without_memory
-from moefold.layout.pinned_memory import host_memory
+from moefold.layout.held_blocks import attach_held_blocks, blocks_to_read
 from moefold.precision.linear import RecipeTensors
 from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
 
@@ -73,10 +71,25 @@ class BaseBlocks:
     def unbind(self) -> Sequence[BaseBlocks]:
         return [self.select(i) for i in range(len(self.values))]
 
-    def as_matrices(self, lead: Sequence[int]) -> BaseBlocks:
-        """The same rows, counted by these dims."""
-        values = self.values.view(*lead, -1)
-        scales = self.scales.view(*lead, -1)
+    def view(self, shape: Sequence[int]) -> BaseBlocks:
+        """The same rows, counted by other dims."""
+        *lead, width = shape
+        assert width == self.width, f"rows of {self.width} values as rows of {width}"
+        return self.remade(lambda stored: stored.view(*lead, stored.shape[-1]))
+
+    def elements(self, window: slice) -> BaseBlocks:
+        first = window.start // self.width
+        last = window.stop // self.width
+        found = self.select(slice(first, last))
+        assert found.numel() == window.stop - window.start, f"{window} has no whole rows of {self.width} values"
+        return found
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.values, self.scales
+
+    def remade(self, make: Callable[[Tensor], Tensor]) -> BaseBlocks:
+        values = make(self.values)
+        scales = make(self.scales)
         return replace(self, values=values, scales=scales)
 
     def copy_(self, values: Tensor) -> None:
@@ -88,16 +101,6 @@ class BaseBlocks:
 
     def dequantised(self, dequantise: Dequantise = dequantise_rows) -> Tensor:
         return dequantise(self.values, self.scales, self.format.name, self.width, self.dtype)
-
-
-def move_to_host(weight: Tensor, blocks: BaseBlocks) -> BaseBlocks:
-    """Blocks on the host in place of these, which have no values yet; products read them where they are fetched to."""
-    held = replace(blocks, values=host_memory(blocks.values), scales=host_memory(blocks.scales))
-    values = place_without_memory(held.values, weight.device)
-    scales = place_without_memory(held.scales, weight.device)
-    attach_fetched_blocks(weight, replace(blocks, values=values, scales=scales))
-    attach_host_copies(weight, [HostCopy(held.values, values), HostCopy(held.scales, scales)])
-    return held
 
 
 def empty_blocks(weight: Tensor, format: BaseFormat) -> BaseBlocks:
@@ -146,7 +149,7 @@ class BlockRecipe:
         parameter = underlying_parameter(w)
         blocks = blocks_to_read(parameter)
         assert isinstance(blocks, BaseBlocks), "a weight of this recipe is held in blocks"
-        return blocks.as_matrices(w.shape[:-1])
+        return blocks.view(w.shape)
 
     def held_experts(self, weight: Tensor) -> HeldWeights:
         """For kernels that multiply all rows of some experts at a time."""
@@ -220,33 +223,27 @@ def expert_runs(counts: Sequence[int], most: int) -> Iterator[tuple[slice, slice
 
 
 @torch.no_grad()
-def hold_base(
-    model: nn.Module,
-    format: BaseFormat,
-    products: Iterable[str],
-    kernels: BoundKernels,
-    on_host: Collection[str] = (),
-) -> None:
-    """Give the weights of these products blocks in place of memory, some of them on the host, and all other parameters
-    their memory. The model was declared without; products of other pipeline ranks are left."""
+def hold_base(model: nn.Module, format: BaseFormat, products: Iterable[str], kernels: BoundKernels) -> None:
+    """Let blocks stand for the weights of these products. The model was declared without memory, and blocks have none
+    either; products of other pipeline ranks are left."""
     recipe = BlockRecipe(format, kernels)
     here = named_products(model)
-    held: dict[int, str] = {}  # products, by the identity of their weights' declarations
+    held: set[int] = set()  # by the identity of weights' declarations
     for name in products:
         if name in here:
             product = here[name]
             product.use_recipe(recipe, kernels)
-            held[id(placed_weight(product).declaration)] = name
+            weight = placed_weight(product)
+            held.add(id(weight.declaration))
     for parameter in declared_parameters(model):
+        if id(parameter.declaration) not in held:
+            continue
         tensor = parameter.tensor
-        name = held.get(id(parameter.declaration))
-        if name is not None:
-            blocks = empty_blocks(tensor, format)
-            if name in on_host:
-                blocks = move_to_host(tensor, blocks)
-            nothing = tensor.new_full((1,), torch.nan)  # which a loss would show
-            tensor.data = nothing.expand(tensor.shape)
-            attach_held_blocks(tensor, blocks)
-        else:
-            tensor.untyped_storage().resize_(tensor.nbytes)
+        blocks = empty_blocks(tensor, format)
+        for stored in blocks.tensors():
+            memory = stored.untyped_storage()
+            memory.resize_(0)
+        attach_held_blocks(tensor, blocks)
+        nothing = tensor.new_full((1,), torch.nan)  # which a loss would show
+        tensor.data = nothing.expand(tensor.shape)
     bind_fused_kernels(model)

@@ -12,7 +12,7 @@ run, the product and the input, so it is the same on any layout and when a forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import gcd, prod
 from typing import Any
@@ -29,6 +29,7 @@ from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.linear.product import PLAIN
 from moefold.layout.counter_random import LOW_32, random_32
 from moefold.layout.declare import Declaration, DeclaringModule
+from moefold.layout.held_share import held_share_of
 from moefold.layout.placement import Placement
 from moefold.layout.token_numbers import numbers_of_rows
 from moefold.precision.linear import GroupedLinear, Linear, PlacedWeight
@@ -151,7 +152,13 @@ class DirectedLowRank(LowRank):
     @torch.no_grad()
     def start_magnitude(self) -> None:
         """The lengths as they are: the layer computes what it did without the adapter, while B is zero."""
-        self.magnitude.copy_(self.row_lengths())
+        lengths = self.row_lengths()
+        share = held_share_of(self.magnitude)
+        if share is None:
+            self.magnitude.copy_(lengths)
+            return
+        last = share.first + share.values.numel()
+        share.values.copy_(lengths.flatten()[share.first : last])
 
     def rescale(self, output: Tensor, change: Tensor) -> Tensor:
         """The layer's output, from that of its weight, bias included, and that of B A."""
@@ -221,11 +228,15 @@ def add_to_router(router: nn.Module | None, spec: AdapterSpec, kernels: BoundKer
     router.lora = LowRank(weight, spec, kernels)
 
 
-def start_magnitudes(model: nn.Module) -> None:
-    """Magnitudes of adapters as the rows of their weights are long; on all ranks that share a weight out."""
-    for module in model.modules():
-        if isinstance(module, DirectedLowRank):
-            module.start_magnitude()
+def start_magnitudes(model: nn.Module, bring_weights: Callable[[str], None] | None = None) -> None:
+    """Magnitudes of adapters as the rows of their weights are long; on all ranks that share a weight out.
+    `bring_weights` is called before, with the name of an adapter whose layer has no weights here."""
+    for name, module in model.named_modules():
+        if not isinstance(module, DirectedLowRank):
+            continue
+        if bring_weights is not None:
+            bring_weights(name)
+        module.start_magnitude()
 
 
 @contextmanager

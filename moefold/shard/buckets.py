@@ -4,7 +4,8 @@
     gradients  | d query | .. | d key | ..  | ...     microbatches add up here (gradient_sums.py)
     share        this rank's part of both: its optimizer state is for the share alone (ZeRO-1)
 
-A bucket holds parameters of one placement, one optimizer group, one unit and one format. The ranks along its
+A bucket holds parameters of one placement, one optimizer group, one unit and one format. Frozen ones in blocks are in
+buckets of rows of one width, and shares end between rows (block_weights.py). The ranks along its
 `gradient_sum_axes` hold the same parameters and see other tokens: gradients are summed over them, each rank keeping its
 share, and updated shares are gathered by all. Buckets are filled from the end of the model to its beginning, as
 backward finishes them.
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from moefold.kernels.quantise.quantise_weight import WeightFormat
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_blocks import elements_of, held_blocks_of
 from moefold.layout.held_share import HeldShare, attach_held_share
 from moefold.layout.placement import BUCKET_ELEMENTS, Placement
 from moefold.layout.weight_copies import keeps_values
+from moefold.shard.block_weights import BlockWeights, PlacedBlocks, ShardedBlockWeights
 from moefold.shard.fp8_weights import Fp8Storage, StoredMatrices
 from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientMemory, GradientSums
 from moefold.shard.storage import PlainWeights, ShardedWeights, StorageMaker, WeightStorage, flat_part
@@ -53,7 +56,7 @@ DEFAULT_GROUP = BucketGroup()
 class BucketKey(NamedTuple):
     """What the parameters of a bucket have in common. `alone` names a parameter that shares its bucket with none.
     `format`: of weights that are stored in FP8. `slot`: the elements of one matrix, for stacks whose shares end between
-    matrices; 0 for all else."""
+    matrices, or of one row, for weights `in_blocks`; 0 for all else."""
 
     placement: Placement
     decays: bool
@@ -62,6 +65,7 @@ class BucketKey(NamedTuple):
     alone: str = ""
     format: WeightFormat | None = None
     slot: int = 0
+    in_blocks: bool = False
 
 
 class BucketPiece(NamedTuple):
@@ -323,11 +327,15 @@ class Grouping:
         alone = name if name in self.held else ""
         format = self.formats.get(name)
         slot = 0
-        if group.cut == "matrices" and declaration.stacked:
+        blocks = held_blocks_of(parameter.tensor)
+        in_blocks = blocks is not None
+        if in_blocks:
+            slot = blocks.width
+        elif group.cut == "matrices" and declaration.stacked:
             slot = elements_of_matrix(parameter)
         placement = declaration.placement
         decays = declaration.decays
-        return BucketKey(placement, decays, group, unit, alone, format, slot)
+        return BucketKey(placement, decays, group, unit, alone, format, slot, in_blocks)
 
     def is_full(self, key: BucketKey, parameters: Parameters) -> bool:
         if self.unit_of:
@@ -391,16 +399,22 @@ class BucketMaker:
     def place_parameters(self, key: BucketKey, parameters: Parameters, replicas: Axis) -> Places:
         """Places in a flat tensor that divides into equal shares."""
         shares = replicas.size
+        if key.slot:
+            return place_slots(parameters, key.slot, shares)
         if key.group.cut == "elements":
             return place_one_after_another(parameters, shares)
-        if key.slot:
-            return place_stacks(parameters, key.slot, shares)
         no_loads = [0.0] * shares
         loads = self.loads.setdefault(replicas.name, no_loads)
         return place_matrices(parameters, self.cost_of, loads)
 
     def make_storage(self, key: BucketKey, places: Places, like: Tensor, replicas: Axis) -> WeightStorage:
         size = places.size
+        is_sharded = self.sharded is not None and replicas.size > 1
+        if key.in_blocks:
+            make = ShardedBlockWeights if is_sharded else BlockWeights
+            tensors = [parameter.tensor for parameter in places.parameters]
+            placed = map(PlacedBlocks, tensors, places.starts)
+            return make(size, placed)
         if key.format is None:
             if self.sharded is not None and replicas.size > 1:
                 return self.sharded(size, like)
@@ -409,16 +423,15 @@ class BucketMaker:
         matrices: list[StoredMatrices] = []
         for parameter, start in zip(places.parameters, places.starts, strict=True):
             matrices.append(stored_matrices(parameter, start))
-        is_sharded = self.sharded is not None and replicas.size > 1
         return self.fp8.make(size, like, matrices, key.format, is_sharded)
 
 
 def keep_share_alone(bucket: Bucket, storage: ShardedWeights) -> None:
     """Keep this rank's share of the weights, and free the rest. Parameters without memory know their share."""
-    own = storage.weights_of_share(bucket.share)
+    own = storage.keep_share(bucket.share)
     storage.free_weights()
     for piece in bucket.pieces():
-        values = own[piece.window]
+        values = elements_of(own, piece.window)
         share = HeldShare(piece.first, values)
         attach_held_share(piece.parameter.tensor, share)
 
@@ -469,8 +482,8 @@ def place_one_after_another(parameters: Parameters, shares: int) -> Places:
     return Places(parameters, starts, size)
 
 
-def place_stacks(parameters: Parameters, slot: int, shares: int) -> Places:
-    """Stacks of matrices one after another, in slots of one matrix each, of which every share has equally many."""
+def place_slots(parameters: Parameters, slot: int, shares: int) -> Places:
+    """Parameters one after another, in slots of one matrix or one row each, of which every share has equally many."""
     starts: list[int] = []
     end = 0
     step = lcm(slot, ALIGNMENT)

@@ -238,8 +238,8 @@ class ShardedFp8Weights(ShardedWeights, Fp8Weights):
     def before_gather(self, agree: LargestOfReplicas) -> None:
         self.mine = self.quantise(self.main, self.share.start, agree)
 
-    def gathered_memory(self) -> Tensor:
-        return self.values if self.is_open else self.weights
+    def gathered_memory(self) -> list[Tensor]:
+        return [self.values if self.is_open else self.weights]
 
     def forget_gathered(self) -> None:
         if self.is_open:

@@ -81,7 +81,8 @@ class GatheredUnits(UnitWindow):
         return self.sharded.keys()
 
     def tensors_of(self, unit: str) -> list[Tensor]:
-        return [sharded_storage(bucket).gathered_memory() for bucket in self.sharded[unit]]
+        storages = map(sharded_storage, self.sharded[unit])
+        return [tensor for storage in storages for tensor in storage.gathered_memory()]
 
     def enter_backward(self, units: Units) -> None:
         self.gradients.enter_units(units)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest, upper_bfloat16
+from moefold.layout.held_blocks import Held
 
 MoveTensor = Callable[[Tensor], Tensor]
 Shape = Sequence[int]
@@ -266,14 +267,18 @@ class ShardedWeights(FlatWeights):
             self.own = mine.clone()
         return self.own
 
+    def keep_share(self, share: slice) -> Held:
+        """This rank's share, which it keeps."""
+        return self.weights_of_share(share)
+
     def free_weights(self) -> None:
-        """Keep the share alone."""
+        """Free all but the share."""
         memory = self.weights.untyped_storage()
         memory.resize_(0)
 
-    def gathered_memory(self) -> Tensor:
+    def gathered_memory(self) -> list[Tensor]:
         """What gathers write to."""
-        return self.weights
+        return [self.weights]
 
     def forget_gathered(self) -> None:
         """The memory of what was gathered is taken."""
@@ -285,7 +290,7 @@ class ShardedWeights(FlatWeights):
 
     def gathered_tensors(self) -> list[Tensor]:
         """What has memory while the unit is here."""
-        return [self.weights]
+        return self.gathered_memory()
 
     def wire_tensors(self, share: slice) -> list[Wire]:
         mine = self.weights_of_share(share)

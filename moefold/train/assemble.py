@@ -48,7 +48,7 @@ from moefold.memory.graphs import StepGraph, make_step_graph
 from moefold.memory.host_experts import fetch_experts, hold_experts_on_host
 from moefold.memory.static_graphs import StaticGraphs, make_static_graphs
 from moefold.model.attention.context_parallel import choose_context_mechanisms
-from moefold.model.initialise import fill_parameters, initialise_parameters
+from moefold.model.initialise import allocate_parameters, fill_parameters, initialise_parameters
 from moefold.model.objective import Preferences
 from moefold.model.parts import ModelParts
 from moefold.model.steps import inside_recompute
@@ -342,18 +342,18 @@ def build_model(
     is_whole = config.shard.mode == "zero1"
     base = BASE_FORMATS.get(config.lora.base)
     on_host = [product for layer in experts_on_host(config) for product in layer.products]
-    is_plain = is_whole and base is None and not on_host
-    memory = nullcontext() if is_plain else parameters_without_memory()
-    with world.device, default_dtype(DTYPES[config.train.precision]), memory:
+    with world.device, default_dtype(DTYPES[config.train.precision]), parameters_without_memory():
         model = Transformer(config.model, choices, stages)
     if config.train.objective == "dpo":
         model.objective = Preferences(config.train.dpo_beta)
     recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
     if base is not None:
-        hold_base(model, base, [product.name for product in base_products(config)], kernels, on_host)
+        hold_base(model, base, [product.name for product in base_products(config)], kernels)
     if on_host:
         hold_experts_on_host(model, on_host)
+    if is_whole:
+        allocate_parameters(model)
     if is_whole and start is not None:
         start(model)
     elif is_whole:
@@ -382,7 +382,8 @@ def add_adapters(
     fill_parameters(adapters, config.train.seed)
     if start is not None:
         start(model)
-    start_magnitudes(model)
+    if config.shard.mode == "zero1":
+        start_magnitudes(model)
 
 
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:

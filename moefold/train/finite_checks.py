@@ -136,6 +136,7 @@ def weight_on_host(parameter: Tensor) -> Tensor:
     share = held_share_of(parameter)
     if share is None or not host_copies_of(parameter):
         return parameter
+    assert isinstance(share.values, Tensor)
     return share.values
 
 

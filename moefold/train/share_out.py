@@ -28,7 +28,7 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.last_gradients import stages_using_parameters
-from moefold.precision.low_rank import without_adapters
+from moefold.precision.low_rank import start_magnitudes, without_adapters
 from moefold.precision.recipes import weight_formats
 from moefold.shard.buckets import Bucket, UnitOf, block_of_parameter, fill_buckets
 from moefold.shard.fp8_weights import Fp8Storage
@@ -105,7 +105,18 @@ def share_out_units(
     gradients = UnitGradients(buckets, world, gradient_reduction(config), kernels[add_squares], stages)
     most = units_at_a_time(config.pipeline)
     units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, most)
+    start_gathered_magnitudes(model, units, unit_of)
     return SharedOut(buckets, gradients, units, (units,))
+
+
+def start_gathered_magnitudes(model: Transformer, units: GatheredUnits, unit_of: UnitOf) -> None:
+    """Magnitudes as the rows of weights are long, a unit at a time."""
+
+    def gather_unit(name: str) -> None:
+        units.require([unit_of(name)])
+
+    start_magnitudes(model, gather_unit)
+    units.free_all()  # which have no magnitudes yet
 
 
 def gradient_reduction(config: Config) -> str:

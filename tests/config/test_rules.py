@@ -81,12 +81,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "magnitudes have a plain base": [
         ("--lora.rank=4 --lora.dora=true --lora.base=fp8", 1, "lora.dora = true, lora.base = fp8"),
     ],
-    "a base in blocks is whole on every replica": [
-        ("--lora.rank=4 --lora.base=nf4 --shard.mode=zero3", 2, "lora.base = nf4, shard.mode = zero3"),
-    ],
-    "magnitudes have a whole base": [
-        ("--lora.rank=4 --lora.dora=true --shard.mode=zero3", 2, "lora.dora = true, shard.mode = zero3"),
-    ],
     "a frozen base is not stored in FP8 alone": [
         ("--lora.rank=4 --precision.recipe=fp8_block --precision.storage=fp8", 1, "precision.storage = fp8"),
     ],

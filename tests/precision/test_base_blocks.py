@@ -16,6 +16,7 @@ from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import DeclaringModule, parameters_without_memory
 from moefold.layout.held_blocks import held_blocks_of
 from moefold.layout.placement import sharded_over_experts
+from moefold.model.initialise import allocate_parameters
 from moefold.precision.base_blocks import BaseBlocks, BlockProducts, BlockRecipe, empty_blocks, expert_runs, hold_base
 from moefold.precision.linear import GroupedLinear, Linear, LinearGroup, PlacedWeight
 from moefold.train.assemble import default_dtype
@@ -46,6 +47,7 @@ def held_layers(format: BaseFormat) -> Layers:
         with parameters_without_memory():
             layers = Layers()
         hold_base(layers, format, ["query", "key", "product"], KERNELS)
+        allocate_parameters(layers)
     for i, parameter in enumerate(layers.parameters()):
         (held_blocks_of(parameter) or parameter.data).copy_(numbers(*parameter.shape, seed=i))
     return layers.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ from torch import Tensor
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import World
+from moefold.layout.held_blocks import held_blocks_of
 from moefold.layout.held_share import held_share_of
 from moefold.model.steps import PassKey, PassKind, Step
 from moefold.model.transformer import Transformer
@@ -51,9 +53,7 @@ class ResidentWeights:
         assert self.model is not None
         memory: dict[int, int] = {}
         for parameter in self.model.parameters():
-            share = held_share_of(parameter)
-            held: list[Tensor] = [parameter] if share is None else [parameter, share.values]
-            for tensor in held:
+            for tensor in tensors_of_weight(parameter):
                 storage = tensor.untyped_storage()
                 memory[storage._cdata] = 0 if self.is_lent(tensor) else storage.nbytes()
         return sum(memory.values()) + sum(buffer.nbytes for buffer in self.buffers())
@@ -76,8 +76,10 @@ class ResidentWeights:
         if self.window is None:
             return
         for number, bucket in enumerate(self.window.buckets):
-            address = bucket.weights.data_ptr()
-            if isinstance(bucket.storage, ShardedWeights) and address:
+            if not isinstance(bucket.storage, ShardedWeights):
+                continue
+            address = bucket.storage.gathered_memory()[0].data_ptr()
+            if address:
                 self.addresses.setdefault(number, set()).add(address)
 
     after = before
@@ -86,7 +88,8 @@ class ResidentWeights:
         for bucket in buckets:
             storage = bucket.storage
             if isinstance(storage, ShardedWeights):
-                self.units[bucket.unit] = self.units.get(bucket.unit, 0) + aligned(bucket.weights.nbytes)
+                sizes = [aligned(tensor.nbytes) for tensor in storage.gathered_memory()]
+                self.units[bucket.unit] = self.units.get(bucket.unit, 0) + sum(sizes)
             self.shares += storage.weight_bytes()
 
     def forget_model(self) -> None:
@@ -108,6 +111,15 @@ class ResidentWeights:
         if can_give_memory() and places > 2 * passes:
             return f"gathers write a bucket to {places} places"
         return ""
+
+
+def tensors_of_weight(parameter: Tensor) -> Iterator[Tensor]:
+    """What a weight lies in, in blocks or not: where it is whole, and this rank's share."""
+    share = held_share_of(parameter)
+    blocks = held_blocks_of(parameter)
+    held = [blocks or parameter] if share is None else [blocks or parameter, share.values]
+    for each in held:
+        yield from (each,) if isinstance(each, Tensor) else each.tensors()
 
 
 def assemble_watched_run(

@@ -159,6 +159,11 @@ LAYOUTS: dict[str, tuple[str, LoraConfig, Changes]] = {
         replace(DROPS, targets=ROUTED),
         {"parallel": ParallelConfig(tp=2, ep=2), "shard": SHARDED, "memory": MemoryConfig(recompute=("layer",))},
     ),
+    "full sharding, magnitudes": (
+        "tiny",
+        replace(LORA, dora=True),
+        {"parallel": ParallelConfig(tp=2), "shard": SHARDED},
+    ),
     "full sharding, stages": ("tiny", LORA, {"parallel": ParallelConfig(pp=2), "shard": SHARDED}),
 }
 

@@ -14,15 +14,24 @@ import torch
 from safetensors.torch import load_file
 
 from moefold.cli.main import run_command_line
-from moefold.config.run import Config, LoraConfig, ParallelConfig
-from moefold.layout.axes import single_rank_world
+from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig, ShardConfig
+from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.held_blocks import held_blocks_of
 from moefold.train.assemble import Run, assemble_run
-from moefold.train.parity import Trace, first_mismatch, random_corpus, single_rank_config
+from moefold.train.parity import (
+    Trace,
+    first_mismatch,
+    random_corpus,
+    single_rank_config,
+    skew_routing_biases,
+    trace_one_step,
+)
 from moefold.train.step import take_next_step
 from tests.support.ranks import run_ranks
+from tests.support.resident_weights import assemble_watched_run
 from tests.support.runs import SMALL, corpus
-from tests.train.test_lora_runs import LORA, config_of, random_adapters, traced
+from tests.train.test_lora_runs import LORA, SHARDED, Changes, config_of, random_adapters
+from tests.train.test_resume import RANKS, START, wander
 
 
 def assembled(config: Config) -> Run:
@@ -56,23 +65,61 @@ def test_a_run_beside_blocks_is_one_beside_what_they_stand_for(preset: str, base
             torch.testing.assert_close(parameter, weights[name], rtol=0, atol=1e-9)
 
 
-def test_a_layout_of_four_ranks_is_equal_to_one():
-    """Inputs that ranks share out are whole blocks; experts, heads and gate and up are cut over ranks too."""
-    lora = replace(LORA, base="mxfp4")
-    config = config_of("qwen3-30b-a3b", 4, lora=lora, parallel=ParallelConfig(tp=2, ep=2, etp=2))
+LAYOUTS: dict[str, tuple[str, str, Changes]] = {
+    "tp, ep, etp": ("qwen3-30b-a3b", "mxfp4", {"parallel": ParallelConfig(tp=2, ep=2, etp=2)}),
+    "full sharding, tp and ep": (
+        "qwen3-30b-a3b",
+        "mxfp4",
+        {"parallel": ParallelConfig(tp=2, ep=2), "shard": SHARDED, "memory": MemoryConfig(recompute=("layer",))},
+    ),
+    "full sharding, stages": ("tiny", "nf4_double", {"parallel": ParallelConfig(pp=2), "shard": SHARDED}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_of_four_ranks_is_equal_to_one(name: str):
+    """Inputs that ranks share out are whole blocks; experts, heads and gate and up are cut over ranks too. Fully
+    sharded, a rank holds the blocks of its share and of two units."""
+    preset, base, changes = LAYOUTS[name]
+    config = config_of(preset, 4, lora=replace(LORA, base=base), **changes)
     attention = replace(config.model.attention, head_dim=32)
     moe = replace(config.model.moe, ffn=64)
     config = replace(config, model=replace(config.model, attention=attention, moe=moe))
-    expected = without_base(traced(single_rank_world(), single_rank_config(config)))
-    ranks = run_ranks(traced, 4, config)
-    assert first_mismatch(expected, [without_base(trace) for trace in ranks], 1e-9) is None
+    expected, _ = watched_trace(single_rank_world(), single_rank_config(config))
+    ranks = run_ranks(watched_trace, 4, config)
+    assert first_mismatch(expected, [trace for trace, _ in ranks], 1e-9) is None
+    assert not any(excess for _, excess in ranks)
     assert any(".lora.b" in entry.what and bool(entry.values.any()) for entry in expected)
 
 
-def without_base(trace: Trace) -> Trace:
-    """Losses, tokens, gradients and adapters: what the base computes with. The base itself is in boxes of an expert,
-    which a trace does not join."""
-    return [entry for entry in trace if "weight" not in entry.what or ".lora." in entry.what]
+def watched_trace(world: World, config: Config) -> tuple[Trace, str]:
+    """Losses, tokens, gradients and adapters: what the base computes with, which is in boxes of an expert that a trace
+    does not join. And what a rank held beyond its share and two units."""
+    here = world
+    if world.size > 1:
+        here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
+    run, weights = assemble_watched_run(config, here, random_corpus(config))
+    skew_routing_biases(run, "skewed")
+    with run.executor.observed_by(weights):
+        trace = [*trace_one_step(run), *trace_one_step(run)]
+    computed = [entry for entry in trace if "weight" not in entry.what or ".lora." in entry.what]
+    return computed, weights.excess(config)
+
+
+@pytest.mark.extended
+def test_shares_of_blocks_go_on_from_whole_ones_and_back(tmp_path: Path):
+    """Checkpoints have what the blocks stand for, the same from shares as from whole weights."""
+    balance = replace(START.model.moe.balance, bias_rate=0.0)
+    model = replace(START.model, moe=replace(START.model.moe, balance=balance))
+    start = replace(START, model=model, lora=replace(LORA, base="nf4"), train=replace(START.train, precision="fp64"))
+    layouts = [
+        replace(start, shard=SHARDED, parallel=ParallelConfig(ep=2)),
+        replace(start, parallel=ParallelConfig(cp=2)),
+        replace(start, shard=ShardConfig("zero3", 2)),
+    ]
+    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 0])[0]:
+        assert not wrong
+        assert worst <= 1e-9
 
 
 def last_tensors(run: Path) -> dict[str, torch.Tensor]:

@@ -101,10 +101,11 @@ def draw_second_factors(model: Transformer) -> None:
 
 
 @pytest.mark.extended
-def test_adapters_start_from_given_ones_on_published_weights(tmp_path: Path):
+@pytest.mark.parametrize("keys", [{}, {"base": "nf4"}, {"dora": True}], ids=["plain", "in blocks", "magnitudes"])
+def test_adapters_start_from_given_ones_on_published_weights(keys: dict[str, Any], tmp_path: Path):
     kind, options = CASES["qwen3"]
     folder = save(make(kind, **{**options, "vocab_size": 256}), tmp_path / "hf")
-    alone = replace(config_of(folder, ShardConfig(), ParallelConfig()), lora=LoraConfig(rank=2))
+    alone = replace(config_of(folder, ShardConfig(), ParallelConfig()), lora=LoraConfig(rank=2, **keys))
     expected = adapt_folder(single_rank_world(), str(folder), alone)
     sharded = replace(alone, shard=ShardConfig("zero3"))
     for losses in run_ranks(adapt_folder, 2, str(folder), sharded):

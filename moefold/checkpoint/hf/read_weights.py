@@ -9,19 +9,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from moefold.checkpoint.format.boxes import Box, box_sizes, box_slices, element_count, relative_box, whole_box
+from moefold.checkpoint.format.boxes import Box, box_sizes, box_slices, relative_box, whole_box
 from moefold.checkpoint.format.storage import StoragePath
 from moefold.checkpoint.hf.dequantise import DequantisedTensor, dequantised_tensors
 from moefold.checkpoint.hf.model_folder import ModelFolder, first_few_lines
 from moefold.checkpoint.hf.name_table import NameTable, TensorAlias
 from moefold.checkpoint.hf.piece_values import FetchBox, read_piece_values
-from moefold.checkpoint.live.logical_tensors import boxes_in_whole
+from moefold.checkpoint.live.logical_tensors import held_boxes
 from moefold.comm.consensus import result_of_every_rank
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
-from moefold.layout.held_blocks import Held, held_blocks_of
-from moefold.layout.held_share import held_share_of
+from moefold.layout.held_blocks import Held
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 COMPARED_BYTES = 1 << 28  # bytes of an alias that are compared at a time
@@ -54,18 +53,7 @@ def local_tensors(model: nn.Module) -> dict[str, list[LocalTensor]]:
 def local_parts(values: Tensor, parameter: DeclaredParameter) -> list[LocalTensor]:
     """A parameter's part on this rank; of a fully sharded one the boxes of this rank's share."""
     stacked = parameter.declaration.stacked
-    share = held_share_of(parameter.tensor)
-    if share is None:
-        part = tuple(parameter.part)
-        held = held_blocks_of(parameter.tensor) or values
-        return [LocalTensor(held, part, stacked)]
-    first, flat = share
-    parts: list[LocalTensor] = []
-    for begin, box in boxes_in_whole(first, first + len(flat), parameter):
-        start = begin - first
-        elements = flat[start : start + element_count(box)]
-        parts.append(LocalTensor(elements.view(box_sizes(box)), box, stacked))
-    return parts
+    return [LocalTensor(held, box, stacked) for box, held in held_boxes(values, parameter)]
 
 
 def is_selection_bias(name: str) -> bool:

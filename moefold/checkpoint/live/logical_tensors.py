@@ -28,7 +28,7 @@ from moefold.checkpoint.format.boxes import (
 from moefold.checkpoint.format.ledger import TensorSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaredParameter, PartOfTensor, declared_parameters
-from moefold.layout.held_blocks import HeldBlocks, held_blocks_of
+from moefold.layout.held_blocks import Held, HeldBlocks, elements_of, held_blocks_of
 from moefold.layout.held_share import held_share_of
 from moefold.shard.storage import LogicalValues
 
@@ -164,33 +164,54 @@ def hold_flat_box(box: Box, first: int, values: FlatValues) -> HeldBox:
 
 
 def part_of_parameter(tensor: Tensor, parameter: DeclaredParameter) -> TensorPart:
-    """A parameter of which this rank holds its part whole, in blocks, or a share of the part."""
-    share = held_share_of(parameter.tensor)
-    if share is not None:
-        return part_of_state(parameter, share.first, share.values)
-    blocks = held_blocks_of(parameter.tensor)
-    if blocks is not None:
-        return part_in_blocks(parameter, blocks)
+    """A parameter of which this rank holds its part whole or a share of the part, in blocks or not."""
     declaration = parameter.declaration
-    box = tuple(parameter.part)
-    held = hold_box(box, tensor)
-    shape = declaration.shape
-    return TensorPart(shape, tensor.dtype, [held], declaration.stacked)
-
-
-def part_in_blocks(parameter: DeclaredParameter, blocks: HeldBlocks) -> TensorPart:
-    """What the blocks stand for, in boxes of one expert, so that one is dequantised at a time."""
-    declaration = parameter.declaration
-    box = tuple(parameter.part)
-    boxes = [box]
-    if declaration.stacked:
-        (first, count), *rest = box
-        boxes = [((expert, 1), *rest) for expert in range(first, first + count)]
     held: list[HeldBox] = []
-    for part in boxes:
-        window = blocks[box_slices(relative_box(part, box))]
-        held.append(HeldBox(part, window.dequantised, window.copy_))
-    return TensorPart(declaration.shape, blocks.dtype, held, declaration.stacked)
+    for box, values in held_boxes(tensor, parameter):
+        if isinstance(values, Tensor):
+            held.append(hold_box(box, values))
+            continue
+        parts = boxes_of_experts(box) if declaration.stacked else [box]
+        for part in parts:
+            window = relative_box(part, box)
+            blocks = values[box_slices(window)]
+            held.append(hold_blocks(part, blocks))
+    shape = declaration.shape
+    return TensorPart(shape, tensor.dtype, held, declaration.stacked)
+
+
+def held_boxes(tensor: Tensor, parameter: DeclaredParameter) -> Iterator[tuple[Box, Held]]:
+    """The boxes of a whole parameter that this rank holds, with their values. `tensor`: those of the parameter, where
+    nothing else stands for it."""
+    share = held_share_of(parameter.tensor)
+    if share is None:
+        box = tuple(parameter.part)
+        blocks = held_blocks_of(parameter.tensor)
+        yield box, blocks or tensor
+        return
+    first, values = share
+    last = first + values.numel()
+    for begin, box in boxes_in_whole(first, last, parameter):
+        start = begin - first
+        end = start + element_count(box)
+        window = slice(start, end)
+        elements = elements_of(values, window)
+        sizes = box_sizes(box)
+        yield box, elements.view(sizes)
+
+
+def boxes_of_experts(box: Box) -> Iterator[Box]:
+    """Boxes of one expert, so that one is dequantised at a time."""
+    experts, *rest = box
+    first, count = experts
+    last = first + count
+    for expert in range(first, last):
+        yield ((expert, 1), *rest)
+
+
+def hold_blocks(box: Box, blocks: HeldBlocks) -> HeldBox:
+    """What blocks stand for."""
+    return HeldBox(box, blocks.dequantised, blocks.copy_)
 
 
 def as_tensor_part(tensor: LogicalTensor) -> TensorPart:

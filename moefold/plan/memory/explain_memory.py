@@ -10,7 +10,8 @@ from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import PieceCount
 from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, fullest_setting, memory_by_rank, stage_counts
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
-from moefold.plan.memory.resident import rank_parameters, replica_count, resident_state, shard_count
+from moefold.plan.memory.replicas import replica_count, shard_count
+from moefold.plan.memory.resident import rank_parameters, resident_state
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 

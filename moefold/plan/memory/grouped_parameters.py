@@ -16,7 +16,8 @@ from moefold.config.optimizer_groups import first_match, parse_groups
 from moefold.config.run import ModelConfig
 from moefold.plan.layer.layer_costs import ParameterClass, named_weights, parameter_class
 from moefold.plan.memory.rank_stages import RankStages, StagePieces
-from moefold.plan.memory.resident import ResidentState, moment_sizes, shard_count
+from moefold.plan.memory.replicas import shard_count
+from moefold.plan.memory.resident import ResidentState, moment_sizes
 from moefold.plan.memory.run_setting import RunSetting
 
 Degrees = tuple[tuple[str, int], ...]  # of the axes that cut weights

@@ -10,7 +10,7 @@ their tensor, context, data or expert coordinate have the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -19,6 +19,8 @@ from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.run import Config
 from moefold.dispatch.room_sizes import arena_bytes
+from moefold.plan.layer.layer_costs import ParameterClass
+from moefold.plan.memory.base_bytes import pieces_of_rank, weight_bytes
 from moefold.plan.memory.context_rows import settings_of_rows
 from moefold.plan.memory.grouped_parameters import with_groups
 from moefold.plan.memory.host_weights import host_weights
@@ -30,7 +32,8 @@ from moefold.plan.memory.rank_stages import (
     StagePieces,
     stages_by_rank,
 )
-from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, resident_state, shard_count
+from moefold.plan.memory.replicas import shard_count
+from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, adapters_of_layer, resident_state
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
@@ -341,33 +344,44 @@ def whole_unit_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> f
         layers = sum(map(layer_count, rank.pieces))
         layer_parameters = state.parameters / max(1, layers)
         return layer_parameters * (2 * wide + gradient)
-    weights = parameters_of_whole_units(s, rank)
-    largest = sorted(unit_parameters(s, rank))[-UNITS_AT_A_TIME:]
+    weights = bytes_of_whole_units(s, rank)
+    parameters: list[float] = []
+    for piece, layer in pieces_of_rank(rank):
+        count = s.count_piece(piece, layer)
+        size = shared_out(s, count.parameters)
+        parameters.append(size)
+    parameters.sort()
+    largest = parameters[-UNITS_AT_A_TIME:]
     gradients = state.trained * sum(largest)
-    return weights * wide + gradients * gradient
+    return weights + gradients * gradient
 
 
-def parameters_of_whole_units(s: RunSetting, rank: RankStages) -> float:
-    """Parameters of the units of a rank that have memory at a time in a fully sharded run."""
-    return size_of_buffers(unit_parameters(s, rank), s.pipeline)
-
-
-def unit_parameters(s: RunSetting, rank: RankStages) -> list[float]:
-    """The parameters of each unit of a rank that are shared out."""
+def bytes_of_whole_units(s: RunSetting, rank: RankStages) -> float:
+    """Bytes of the units of a rank that have memory at a time in a fully sharded run."""
     units: list[float] = []
-    for pieces in rank.pieces:
-        units += [sharded_parameters(s, *piece) for piece in pieces]
-    return units
+    for piece, layer in pieces_of_rank(rank):
+        size = unit_bytes(s, piece, layer)
+        units.append(size)
+    return size_of_buffers(units, s.pipeline)
 
 
-def sharded_parameters(s: RunSetting, piece: str, layer: int) -> float:
-    """Parameters of a piece that are shared out among replicas: others are whole on every rank."""
-    counts = s.count_piece(piece, layer).parameters
-    sharded = 0
-    for kind, count in counts.items():
+def unit_bytes(s: RunSetting, piece: str, layer: int) -> float:
+    weights = weight_bytes(s, piece, layer)
+    size = shared_out(s, weights)
+    is_layer = piece in "tm"
+    if is_layer and s.shards_of("dense") > 1:
+        adapters = adapters_of_layer(s)
+        size += adapters * s.recipe.wide
+    return size
+
+
+def shared_out(s: RunSetting, sizes: Mapping[ParameterClass, float]) -> float:
+    """Of sizes by class, the sum of those that are shared out among replicas: others are whole on every rank."""
+    total = 0.0
+    for kind, size in sizes.items():
         if shard_count(s, kind) > 1:
-            sharded += count
-    return sharded
+            total += size
+    return total
 
 
 def graph_input_bytes(s: RunSetting, rank: RankStages, live: tuple[int, ...]) -> float:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd, prod
-from typing import NamedTuple
 
 from moefold.anatomy.adapters import adapter_specs
-from moefold.anatomy.frozen_base import base_size
 from moefold.config.run import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
-from moefold.layout.placement import GRID_AXES
 from moefold.plan.layer.layer_costs import ParameterClass
+from moefold.plan.memory.base_bytes import saved_on_rank
 from moefold.plan.memory.rank_stages import RankStages, StageCount
+from moefold.plan.memory.replicas import replica_count, shard_count
 from moefold.plan.memory.run_setting import RunSetting
 
 BLOCK_SCALE = 4 / 128  # bytes: an fp32 scale for 128 elements
@@ -82,16 +80,17 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         moments=moment_bytes(s, rank, state_count),
     )
     if s.config.lora.rank:
-        return with_adapters(s, state)
+        return with_adapters(s, rank, state)
     if s.config.train.objective == "dpo":  # a frozen copy of the weights, to compare with
         return replace(state, weights=2 * state.weights)
     return state
 
 
-def with_adapters(s: RunSetting, base: ResidentState) -> ResidentState:
-    """The state of a rank that trains adapters beside the frozen weights of `base`. Adapters, and weights in blocks,
-    are counted as if spread evenly over pipeline ranks, adapters shared out among replicas as the base would be."""
-    adapters, saved = adapter_sizes(s)
+def with_adapters(s: RunSetting, rank: RankStages, base: ResidentState) -> ResidentState:
+    """The state of a rank that trains adapters beside the frozen weights of `base`. Adapters are counted as if spread
+    evenly over pipeline ranks, and shared out among replicas as the base would be."""
+    adapters = adapter_count(s)
+    saved = saved_on_rank(s, rank)
     trained = adapters / base.parameters
     held = base.share * trained if s.choices.sharding == "fsdp" else adapters
     return replace(
@@ -107,29 +106,24 @@ def with_adapters(s: RunSetting, base: ResidentState) -> ResidentState:
     )
 
 
-class AdapterSizes(NamedTuple):
-    """Adapters of a pipeline rank: their parameters, and the bytes that the base saves by being held in blocks."""
+def adapter_count(s: RunSetting) -> float:
+    """Parameters of the adapters of a pipeline rank."""
+    layers = s.model.layers + s.model.mtp
+    return adapters_of_layer(s) * layers / s.parallel.pp
 
-    parameters: float
-    saved: float
 
-
-def adapter_sizes(s: RunSetting) -> AdapterSizes:
+def adapters_of_layer(s: RunSetting) -> float:
+    """Parameters of a layer's adapters, as if spread evenly over layers."""
     p = s.parallel
     cut = ParallelConfig(tp=p.tp, ep=p.ep, etp=p.etp)
-    of_all_stages = sum_adapters(s.model, s.config.lora, cut, s.recipe.wide)
-    parameters, saved = [size / p.pp for size in of_all_stages]
-    return AdapterSizes(parameters, saved)
+    return sum_adapters(s.model, s.config.lora, cut) / (s.model.layers + s.model.mtp)
 
 
 @lru_cache(maxsize=256)  # a search asks for them with every layout
-def sum_adapters(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig, wide: float) -> AdapterSizes:
-    """Sizes of a rank that has all layers."""
+def sum_adapters(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig) -> int:
+    """Of a rank that has all layers."""
     config = Config(model=model, lora=lora, parallel=parallel)
-    specs = adapter_specs(config)
-    blocks = base_size(config, wide)
-    saved = blocks.weights * wide - blocks.bytes
-    return AdapterSizes(sum(spec.parameters for spec in specs), saved)
+    return sum(spec.parameters for spec in adapter_specs(config))
 
 
 def main_weight_bytes(s: RunSetting, count: float, quantized: float) -> float:
@@ -183,17 +177,3 @@ def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -
         embedding = s.count_piece("E", 0)
         parameters.update(embedding.parameters)
     return parameters
-
-
-def shard_count(s: RunSetting, kind: ParameterClass) -> int:
-    """Number of ranks among which the replicas of a class are shared out: all of them, or those of one copy."""
-    replicas = replica_count(s, kind)
-    return replicas // gcd(replicas, s.config.shard.replicas)
-
-
-def replica_count(s: RunSetting, kind: ParameterClass) -> int:
-    """Number of ranks that hold the same parameters of a class: the ranks along those axes of their grid that do not
-    shard them."""
-    grid, cut_axes = kind
-    uncut_axes = [axis for axis in GRID_AXES[grid] if axis not in cut_axes]
-    return prod(s.degrees[axis] for axis in uncut_axes)

@@ -27,6 +27,7 @@ from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.machine.cluster import Cluster
+from moefold.plan.memory.base_bytes import saved_on_rank
 from moefold.plan.memory.grouped_parameters import (
     ClassCount,
     effective_groups,
@@ -41,7 +42,7 @@ from moefold.plan.memory.resident import (
     MAIN_WEIGHT_BYTES,
     STATE_ELEMENT_BYTES,
     SUM_BYTES,
-    adapter_sizes,
+    adapter_count,
     moment_sizes,
 )
 from moefold.plan.memory.run_setting import (
@@ -507,9 +508,11 @@ def least_rank_state(s: RunSetting, rank: RankStages, stages: StageMemories) -> 
     optimizer = least_optimizer_bytes(s, owned)
     if not s.config.lora.rank:
         return LeastState(weights, gradients, optimizer)
-    adapters, saved = adapter_sizes(s)
+    adapters = adapter_count(s)
     trained = adapters / whole.held
-    with_adapters = weights - saved + adapters * wide
+    saved = saved_on_rank(s, rank)
+    added = trained * here.held * wide
+    with_adapters = weights - saved + added
     return LeastState(with_adapters, gradients * trained, optimizer * trained)
 
 

@@ -40,6 +40,7 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS, attention_efficiency
 from moefold.plan.machine.fp8_rates import BF16_TFLOPS, MEASURED_RATES, PassName
 from moefold.plan.machine.gpu import Gpu, roofline_seconds
+from moefold.plan.memory.base_bytes import weight_bytes
 from moefold.plan.memory.host_weights import bytes_by_layer
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces
@@ -569,10 +570,10 @@ class StepClock:
         count = s.count_piece(piece, layer)
         trained = trained_part(s)
         gradient = trained * STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
-        parameters = count.parameters
         cluster = self.cluster
-        gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
-        scatter = cluster.exchange_seconds(parameters, s, gradient)
+        sizes = weight_bytes(s, piece, layer)
+        gather = cluster.exchange_seconds(sizes, s, 1.0)
+        scatter = cluster.exchange_seconds(count.parameters, s, gradient)
         F, D, W = passes
         exposed_forward = max(0.0, gather - F.compute)
         exchange = gather + scatter

@@ -154,8 +154,9 @@ def test_in_pairs_two_units_of_each_pass_are_whole_and_gradients_of_one():
         assert both.buffers - rank.buffers == pytest.approx(2 * layer * 2, rel=1e-5)
 
 
-def test_of_a_fully_sharded_base_ranks_hold_shares_and_two_units_without_gradients():
-    words = ["--train.global_batch=64", "--lora.rank=16"]
+@pytest.mark.parametrize("base", ["plain", "nf4"])
+def test_of_a_fully_sharded_base_ranks_hold_shares_and_two_units_with_gradients_of_adapters(base: str):
+    words = ["--train.global_batch=64", "--lora.rank=16", f"--lora.base={base}"]
     config = resolve_recipe("mixtral-8x7b", words, world=8)
     choices = replace(EVEN, stack="moefold")
     (whole,) = plan_memory(config, 8, choices)
@@ -164,8 +165,10 @@ def test_of_a_fully_sharded_base_ranks_hold_shares_and_two_units_without_gradien
     assert rank.gradients == pytest.approx(whole.gradients / 8)
     assert rank.moments == pytest.approx(whole.moments)
     words_of_model = 2 * config.model.vocab * config.model.hidden
-    layer = (total_parameters(config.model) - words_of_model) / config.model.layers
-    assert rank.buffers - whole.buffers == pytest.approx(2 * layer * 2, rel=0.03)
+    layer = (whole.weights - words_of_model * 2) / config.model.layers
+    assert layer < (1.0e9 if base == "nf4" else 3.0e9)
+    gradients = whole.gradients / config.model.layers  # of adapters
+    assert rank.buffers - whole.buffers == pytest.approx(2 * (layer + gradients), rel=0.01)
 
 
 @pytest.mark.parametrize("dp", [1, 8])
