@@ -96,6 +96,10 @@ def difference(config: Config, entries: tuple[str, ...] = HOST, world: World | N
     with run.executor.observed_by(watch):
         actual, moved = stepped(run)
     units = [layer.bytes for layer in experts_on_host(held, wide=4.0)]
+    window = window_of(run)
+    sizes = {unit: [copy.on_host.untyped_storage().nbytes() for copy in window.copies(unit)] for unit in window.units()}
+    if not set(map(sum, sizes.values())) <= set(units):
+        return f"bytes of experts on the host are {sizes}; planned are {units} a layer"
     allowed = (4 if config.pipeline.pair else 2) * max(units)
     if not 0 < watch.most <= allowed:
         return f"{watch.most} bytes of experts on the device; {allowed} are allowed"
