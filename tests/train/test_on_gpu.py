@@ -58,6 +58,15 @@ def test_two_ranks_that_share_the_device_give_the_losses_of_one(tmp_path: Path, 
     assert worst <= 1e-4, f"largest difference of losses over 10 steps is {worst:.2e}"
 
 
+@pytest.mark.parametrize("base", ["--lora.base nf4", "--lora.dora true"])
+def test_two_fully_sharded_ranks_of_a_frozen_base_give_the_losses_of_one(tmp_path: Path, base: str):
+    argv = ["tiny", "--train.steps", "10", "--train.precision", "fp32", "--lora.rank", "4", *base.split()]
+    argv += ["--model.moe.balance.bias_rate", "0"]
+    one = losses_of(train(tmp_path / "one", *argv))
+    two = losses_of(train(tmp_path / "two", *argv, "--nproc", "2", "--shard.mode", "zero3"))
+    assert two == pytest.approx(one, abs=1e-4)
+
+
 @pytest.mark.parametrize("storage", ["plain", "fp8"])
 def test_two_fully_sharded_ranks_in_fp8_have_the_losses_of_two_with_whole_weights(tmp_path: Path, storage: str):
     argv = ["tiny", "--train.steps", "6", "--train.precision", "bf16", "--nproc", "2"]
