@@ -11,6 +11,7 @@ from torch import Tensor
 
 TWO_TO_64 = 1 << 64
 LOW_32 = (1 << 32) - 1
+LOW_16 = (1 << 16) - 1
 
 
 def as_signed_int64(x: int) -> int:
@@ -36,9 +37,13 @@ def splitmix64_hash(x: Tensor) -> Tensor:
     return x
 
 
+HASH_32 = (0x7FEB352D, 0x846CA68B, 0x9E3779B1)  # factors: two of lowbias32, one for a second word
+GROUP = 4  # columns, from a multiple of 4 on, that share a hash
+
+
 class RandomCounters(NamedTuple):
-    """Random numbers that a kernel may draw where it needs them: that of row r and column c is the hash of
-    `row_R`[r] + `column_C`[c]."""
+    """Random numbers that a kernel may draw where it needs them: those of row r and column c are hashes of
+    `row_R`[r] and `column_C`[c]."""
 
     row_R: Tensor
     column_C: Tensor
@@ -51,6 +56,37 @@ class RandomCounters(NamedTuple):
     def numbers_of_32_bits(self) -> Tensor:
         """(R, C) int64."""
         return (self.bits() >> 32) & LOW_32
+
+    def numbers_of_16_bits(self) -> Tensor:
+        """(R, C) int64. Four columns share two words of 32 bits in 32-bit arithmetic, for kernels that draw a number
+        for every value: the words of one group are a few instructions, where 64 bits for each value are thirty."""
+        group_C = self.column_C // GROUP
+        place_C = self.column_C % GROUP
+        low_R1, high_R1 = halves_of_64_bits(self.row_R[:, None])
+        first_RC = first_word(low_R1 + group_C, high_R1)
+        second_RC = second_word(first_RC)
+        word_RC = torch.where(place_C < 2, first_RC, second_RC)
+        is_upper_C = place_C % 2
+        return (word_RC >> 16 * is_upper_C) & LOW_16
+
+
+def halves_of_64_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x & LOW_32, (x >> 32) & LOW_32
+
+
+def first_word(counter: Tensor, key: Tensor) -> Tensor:
+    """lowbias32 of the lower 32 bits of a counter, with a key in its middle."""
+    x = counter & LOW_32
+    x = ((x ^ (x >> 16)) * HASH_32[0]) & LOW_32
+    x = x ^ (x >> 15) ^ key
+    x = (x * HASH_32[1]) & LOW_32
+    return x ^ (x >> 16)
+
+
+def second_word(first: Tensor) -> Tensor:
+    """A word whose halves are independent of either half of the first."""
+    x = (first * HASH_32[2]) & LOW_32
+    return x ^ (x >> 15)
 
 
 def random_counters(number_R: Tensor, stream: int, column_C: Tensor) -> RandomCounters:

@@ -21,11 +21,11 @@ from moefold.layout.counter_random import RandomCounters, random_counters
 @register_inner_op
 def quantise_nv(x: Tensor, amax: Tensor, random: RandomCounters | None = None, squares: bool = False) -> Nvfp4:
     """(M, N) or (A, M, N) in any strides. `amax`: of the matrix that a line belongs to, (M, 1) or (A, 1, 1). `random`:
-    by line and value, or by matrix and the flat place in it, those of a line one after the other; None rounds to
-    nearest."""
+    by line and value, or by matrix and the flat place in it; those of four neighbours from a multiple of 4 on follow
+    one another from a multiple of 4 on. None rounds to nearest."""
     if squares:
         return quantise_nvfp4_squares(x, amax)
-    numbers = None if random is None else random.numbers_of_32_bits().view(x.shape)
+    numbers = None if random is None else random.numbers_of_16_bits().view(x.shape)
     return quantise_nvfp4(x, amax, numbers)
 
 

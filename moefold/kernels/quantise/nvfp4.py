@@ -7,7 +7,8 @@
 
 and x is about q * scale / encode. Each operation is one fp32 operation, in this order. E2M1 has the magnitudes 0, 0.5,
 1, 1.5, 2, 3, 4, 6. Rounding to nearest takes the even code of two that are equally near; stochastic rounding takes the
-larger magnitude with the probability that makes the mean exact. Two values share a byte, the first in the low half.
+larger magnitude with a probability that differs by at most 2^-17 from the one that makes the mean exact, and never for
+a number that E2M1 has. Two values share a byte, the first in the low half.
 
 Weights have blocks of 16 x 16, so that both layouts dequantise to the same numbers.
 """
@@ -28,7 +29,8 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1_LARGEST)  # by code
 LARGEST_CODE = 7
 SIGN_CODE = 8
 LARGEST_FP32 = torch.finfo(torch.float32).max
-RANDOM_BITS = 24  # of a random number in [0, 1) that fp32 holds exactly
+RANDOM_BITS = 16  # of a random number, as of a generator's (counter_random.py)
+FINEST = 2.0**-23  # to a multiple of which magnitudes are brought before they are rounded stochastically
 
 
 class Nvfp4(NamedTuple):
@@ -107,11 +109,11 @@ def round_to_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
     magnitude = x.abs()
     magnitude = magnitude.clamp(max=E2M1_LARGEST)
     step = step_of_grid(magnitude)
-    steps = magnitude / step
     if random is None:
+        steps = magnitude / step
         whole = steps.round()  # ties to even
     else:
-        whole = round_at_random(steps, random)
+        whole = whole_at_random(magnitude, step, random)
     code = code_of_magnitude(whole * step)
     is_nan = x.isnan()
     code = torch.where(is_nan, LARGEST_CODE, code)
@@ -119,13 +121,15 @@ def round_to_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
     return signed.to(torch.uint8)
 
 
-def round_at_random(steps: Tensor, random: Tensor) -> Tensor:
-    """Up with the probability that makes the mean exact, else down."""
-    bits = random >> (32 - RANDOM_BITS)
-    chance = bits.float() * 2.0**-RANDOM_BITS
-    below = steps.floor()
-    is_up = chance < steps - below
-    return below + is_up.float()
+def whole_at_random(magnitude: Tensor, step: Tensor, random: Tensor) -> Tensor:
+    """Whole steps: up if the part of a step behind them and a random number in (0, 1) are one or more. All sums below 4
+    are exact, and no larger one is rounded across a whole number."""
+    parts = magnitude / FINEST
+    steps = parts.round() * FINEST / step
+    middle = 2 * random + 1
+    chance = middle.float() * 2.0 ** -(RANDOM_BITS + 1)
+    raised = steps + chance
+    return raised.floor()
 
 
 def step_of_grid(magnitude: Tensor) -> Tensor:
