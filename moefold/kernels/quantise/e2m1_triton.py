@@ -20,6 +20,9 @@ BELOW_EIGHT = constexpr((8 << 22) - 1)
 LARGEST = constexpr(nvfp4.E2M1_LARGEST)
 ONE_BITS = constexpr(0x3F800000)
 EXPONENT = constexpr(0x7F800000)
+SIGN_AT = constexpr(31)
+SIGN_BIT = constexpr(25)
+SIGN_CODE = constexpr(nvfp4.SIGN_CODE << 22)
 SIGN = constexpr(-0x80000000)
 FROM_SMALLEST = constexpr(2.0**126)
 TO_SMALLEST = constexpr(2.0**-126)
@@ -82,9 +85,9 @@ def e2m1_codes(x, dither, RANDOM: constexpr):
         code = dithered_code(x, dither)
     else:
         code = magnitude_bits(nearest_magnitude(x) * TO_SMALLEST)
-    magnitude = (code.to(tl.uint32, bitcast=True) >> CODE_AT) & 7
-    sign = (x.to(tl.uint32, bitcast=True) >> 28) & 8
-    return magnitude | sign
+    sign = (x.to(tl.int32, bitcast=True) >> (SIGN_AT - SIGN_BIT)) & SIGN_CODE
+    four_bits = (code & CODE) | sign
+    return four_bits.to(tl.uint32, bitcast=True) >> CODE_AT
 
 
 @triton.jit

@@ -13,13 +13,11 @@ from moefold.kernels.quantise import hadamard
 from moefold.kernels.quantise.block_tiles_triton import (
     as_row_blocks,
     flat_tile,
-    inside_tile,
-    load_tile,
     matrix_and_lines,
     plan_tiles,
 )
 from moefold.kernels.quantise.fp8_triton import magnitude_bits
-from moefold.kernels.tile_triton import program_block
+from moefold.kernels.tile_triton import load_as_fp32
 
 SIZE = constexpr(hadamard.HADAMARD_SIZE)
 NEGATIVE = constexpr(sum(1 << place for place, sign in enumerate(hadamard.SIGNS) if sign < 0))
@@ -27,14 +25,38 @@ FACTOR = constexpr(hadamard.HADAMARD_SIZE**-0.5)
 
 
 @triton.jit
-def sums_and_differences(y, LINES: constexpr, HALF: constexpr):
-    """Of the two halves of each 2 * HALF values of lines of 16."""
-    pairs: constexpr = (LINES, SIZE // (2 * HALF), 2, HALF)
-    halves = tl.permute(tl.reshape(y, pairs), (0, 1, 3, 2))
-    first, second = tl.split(halves)
-    mixed = tl.join(first + second, first - second)
-    lines: constexpr = (LINES, SIZE)
-    return tl.reshape(tl.permute(mixed, (0, 1, 3, 2)), lines)
+def load_rows(source, places, a, m, M, stride_m, stride_n):
+    """The 16 rows of block a as a tuple of vectors in fp32, with the signs of the transform."""
+    rows = ()
+    for n in tl.static_range(SIZE):
+        row = tl.load(places + a * SIZE + n)
+        at = source + row.to(tl.int64) * stride_n + m.to(tl.int64) * stride_m
+        x = load_as_fp32(at, (m < M) & (row >= 0))
+        if (NEGATIVE >> n) & 1:
+            x = -x
+        rows = rows + (x,)
+    return rows
+
+
+@triton.jit
+def sums_and_differences(y, HALF: constexpr):
+    """Of the two halves of each 2 * HALF vectors."""
+    mixed = ()
+    for n in tl.static_range(SIZE):
+        if n & HALF:
+            mixed = mixed + (y[n ^ HALF] - y[n],)
+        else:
+            mixed = mixed + (y[n] + y[n ^ HALF],)
+    return mixed
+
+
+@triton.jit
+def join_halves(y, HALF: constexpr):
+    """2 * HALF tensors as HALF, with a further dim."""
+    joined = ()
+    for n in tl.static_range(HALF):
+        joined = joined + (tl.join(y[n], y[n + HALF]),)
+    return joined
 
 
 @triton.jit
@@ -53,26 +75,27 @@ def hadamard_kernel(
     TILE_M: constexpr,
     TILE_N: constexpr,
 ):
+    """A thread has all 16 values of a line, so that no sum needs another thread's."""
     a, m = matrix_and_lines(M, TILE_M)
-    n = program_block(1, TILE_N)
-    x = load_tile(source, places, a, m, n, M, N, stride_a, stride_m, stride_n)
-    LINES: constexpr = TILE_M * TILE_N // SIZE
-    lines: constexpr = (LINES, SIZE)
-    y = tl.reshape(x, lines)
-    is_negative = (NEGATIVE >> tl.arange(0, SIZE)) & 1
-    sign = tl.where(is_negative == 1, -1.0, 1.0)
-    y = y * sign[None, :]
-    y = sums_and_differences(y, LINES, 1)
-    y = sums_and_differences(y, LINES, 2)
-    y = sums_and_differences(y, LINES, 4)
-    y = sums_and_differences(y, LINES, 8)
-    shape: constexpr = (TILE_M, TILE_N)
-    scaled = tl.reshape(y * FACTOR, shape)
-    rounded = scaled.to(out.dtype.element_ty)
-    tl.store(flat_tile(out, a, m, n, M, N), rounded, mask=inside_tile(m, n, M, N))
+    y = load_rows(source, places, a, m, M, stride_m, stride_n)
+    y = sums_and_differences(y, 1)
+    y = sums_and_differences(y, 2)
+    y = sums_and_differences(y, 4)
+    y = sums_and_differences(y, 8)
+    largest = tl.zeros((TILE_M,), tl.float32)
+    for n in tl.static_range(SIZE):
+        largest = tl.maximum(largest, tl.abs(y[n]), tl.PropagateNan.ALL)
+    # rounding keeps the order of magnitudes: the largest of what is stored is the largest, rounded
+    rounded = (largest * FACTOR).to(out.dtype.element_ty)
     # bits of magnitudes have their order, and their maximum does not depend on the order of programs
     bits = magnitude_bits(rounded.to(tl.float32))
-    tl.atomic_max(maxima + a, tl.max(tl.max(bits, 1), 0))
+    tl.atomic_max(maxima + a, tl.max(bits, 0))
+    # lines
+    y = join_halves(join_halves(join_halves(join_halves(y, 8), 4), 2), 1)
+    shape: constexpr = (TILE_M, SIZE)
+    lines = (tl.reshape(y[0], shape) * FACTOR).to(out.dtype.element_ty)
+    n = tl.arange(0, SIZE)
+    tl.store(flat_tile(out, a, m, n, M, N), lines, mask=(m < M)[:, None])
 
 
 def launch_hadamard(x_RD: Tensor, source_P: Tensor) -> tuple[Tensor, Tensor]:
