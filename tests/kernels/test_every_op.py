@@ -1214,15 +1214,21 @@ def e2m1_code(x, chance):
         code = min((below, above), key=lambda code: (abs(E2M1[code] - size), code % 2))
     else:
         part = (size - E2M1[below]) / (E2M1[above] - E2M1[below] or 1)
-        code = above if chance < part else below
+        code = above if part + chance >= 1 else below
     return code + 8 * (math.copysign(1, x) < 0)
 
 
-def hashed_64(x):
-    """splitmix64's finaliser."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return x ^ (x >> 31)
+def number_of_16_bits(row, column):
+    """Bits of one of two words of a group of four columns."""
+    row %= 2**64
+    x = (row + column // 4) % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15 ^ row >> 32) * 0x846CA68B % 2**32
+    x = x ^ x >> 16
+    if column % 4 >= 2:
+        x = x * 0x9E3779B1 % 2**32
+        x = x ^ x >> 15
+    return x >> 16 * (column % 2) & 0xFFFF
 
 
 def nvfp4_matrix(x, amax, chances, squares):
@@ -1252,8 +1258,8 @@ def nvfp4_matrix(x, amax, chances, squares):
 
 def plain_quantise_nv(x, amax, random=None, squares=False):
     def chance(row, column):
-        counter = (random.row_R[row].item() + random.column_C[column].item()) % 2**64
-        return (hashed_64(counter) >> 40) / 2**24
+        number = number_of_16_bits(random.row_R[row].item(), random.column_C[column].item())
+        return (number + 0.5) / 2**16
 
     if is_matrix(x):
         packed, scales, encode = nvfp4_matrix(x, [row[0] for row in amax], random and chance, squares)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.layout.counter_random import random_32, uniform_noise
+from moefold.layout.counter_random import random_32, random_counters, uniform_noise
 
 BITS = (1 << 64) - 1
 
@@ -57,3 +57,37 @@ def test_numbers_are_even_and_of_32_bits():
     assert int(numbers.max()) < 2**32
     counts = torch.bincount((numbers >> 28).flatten(), minlength=16)
     assert (counts / numbers.numel() - 1 / 16).abs().max() < 0.004
+
+
+def test_numbers_of_16_bits_have_their_rows_and_columns_wherever_these_lie():
+    whole = random_counters(torch.arange(8), 4, torch.arange(24)).numbers_of_16_bits()
+    part = random_counters(torch.tensor([3, 0, 7]), 4, torch.tensor([8, 21, 3])).numbers_of_16_bits()
+    assert torch.equal(part, whole[[3, 0, 7]][:, [8, 21, 3]])
+
+
+def excess(cells: torch.Tensor, count: int) -> float:
+    """Chi-square of counts that should be even, in standard deviations from its mean."""
+    counts = torch.bincount(cells.flatten(), minlength=count).double()
+    expected = cells.numel() / count
+    chi_square = ((counts - expected).square() / expected).sum().item()
+    return (chi_square - (count - 1)) / (2 * (count - 1)) ** 0.5
+
+
+def test_numbers_of_16_bits_are_even_and_independent_of_their_neighbours():
+    numbers = random_counters(torch.arange(2048), 7, torch.arange(2048)).numbers_of_16_bits()
+    assert abs(excess(numbers, 2**16)) < 5
+    high, low = numbers >> 10, numbers & 63
+    for bits in (high, low):
+        for distance in (1, 2, 3, 4, 5, 8, 16):
+            for place in range(4):  # in its group
+                columns = bits[:, place:-distance:4] * 64 + bits[:, place + distance :: 4]
+                assert abs(excess(columns, 64**2)) < 5, (distance, place)
+            rows = bits[:-distance] * 64 + bits[distance:]
+            assert abs(excess(rows, 64**2)) < 5, distance
+    eighth = numbers.view(2048, -1, 4) >> 13
+    groups = eighth @ torch.tensor([512, 64, 8, 1])
+    assert abs(excess(groups, 8**4)) < 5
+    centred = (numbers.double() + 0.5) / 2**16 - 0.5
+    for dim in (0, 1):  # sums have the spread of independent numbers
+        spread = centred.sum(dim).square().mean().item()
+        assert abs(spread / (2048 / 12) - 1) < 0.2

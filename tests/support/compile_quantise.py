@@ -47,7 +47,12 @@ SCALE_CONSTANTS = {"LARGEST": E4M3.largest, "POWER_OF_TWO": False, "BLOCK": BLOC
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> str:
-    """The PTX of a kernel whose other arguments are 32-bit integers, multiples of 16."""
+    """The PTX of a kernel."""
+    return compiled_kernel(kernel, types, constants, options).asm["ptx"]
+
+
+def compiled_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> Any:
+    """A kernel whose other arguments are 32-bit integers, multiples of 16."""
     names = list(kernel.arg_names)
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -56,7 +61,7 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     make_source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = make_source(kernel, signature, values, attributes)
-    return compile_kernel(source, target=HOPPER, options=options).asm["ptx"]
+    return compile_kernel(source, target=HOPPER, options=options)
 
 
 TILE_TYPES = {"tiles_M4": INT32, "values_PD": FP8, "row_scales": FP32, "values_MDB": FP8, "column_scales_MD": FP32}
@@ -113,8 +118,8 @@ def row_kernels() -> Iterator[tuple[str, str]]:
     yield "row tiles", compile_for_hopper(rows_triton.row_tiles_kernel, types, constants, {"num_warps": 4})
 
 
-MICRO_TYPES = {"source": "*bf16", "out": "*bf16", "encodes": FP32, "rows": "*i64", "columns": "*i64", "packed": "*u8"}
-MICRO_TYPES |= {"places": "*i64", "maxima": INT32}
+MICRO_TYPES = {"source": "*bf16", "out": "*bf16", "encodes": FP32, "rows": "*i64", "columns": "*i64", "packed": INT32}
+MICRO_TYPES |= {"decodes": FP32, "places": "*i64", "maxima": INT32}
 TILE = {"TILE_M": 32, "TILE_N": 128, "stride_n": 1}
 ROWS_IN_BLOCKS = {"HEIGHT": 1, "stride_a": 0, "stride_m": 1}
 
@@ -122,6 +127,7 @@ ROWS_IN_BLOCKS = {"HEIGHT": 1, "stride_a": 0, "stride_m": 1}
 def micro_kernels() -> Iterator[tuple[str, str]]:
     mx, nv = mx_blocks_triton, nv_blocks_triton
     options = {"num_warps": 4}
+    fewer_warps = {"num_warps": hadamard_triton.WARPS}
     for height in (1, MX_BLOCK):
         types = MICRO_TYPES | {"values": FP8, "scales": "*u8"}
         constants = TILE | {"HEIGHT": height, "BLOCK": MX_BLOCK, "UP": True}
@@ -139,9 +145,9 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
     rounded = TILE | {"HEIGHT": 1, "BLOCK": NV_BLOCK, "RANDOM": "lines", "EXACT": True, "scales": None}
     to_bf16 = types | {"packed": "*bf16"}
     yield "micro NVFP4, rounded", compile_for_hopper(nv.quantise_nv_kernel, to_bf16, rounded, options)
-    yield "micro NVFP4, back", compile_for_hopper(nv.dequantise_nv_kernel, types, constants, options)
+    yield "micro NVFP4, back", compile_for_hopper(nv.dequantise_nv_kernel, types, constants, fewer_warps)
     gathered = ROWS_IN_BLOCKS | {"TILE_M": 256, "TILE_N": NV_BLOCK, "BLOCK": NV_BLOCK}
-    yield "micro Hadamard", compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, gathered, options)
+    yield "micro Hadamard", compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, gathered, fewer_warps)
     types = {"x_LN": "*bf16", "maxima_L": FP32}
     yield "micro maxima", compile_for_hopper(line_maxima_triton.line_maxima_kernel, types, {"SPAN": 4096}, options)
     types = {"x_LN": "*bf16", "factor_L": FP32, "out_LN": "*bf16"}

@@ -43,6 +43,7 @@ from moefold.layout.counter_random import RandomCounters
 E4M3_LARGEST = constexpr(E4M3.largest)
 SIXTH = constexpr(1.0 / nvfp4.E2M1_LARGEST)
 LARGEST_FP32 = constexpr(nvfp4.LARGEST_FP32)
+WARPS_BACK = 2  # threads with twice the values need fewer instructions for each
 
 
 @triton.jit
@@ -226,5 +227,6 @@ def launch_dequantise_nv(packed: Tensor, scales: Tensor, dtype: torch.dtype, tra
         matrices = as_matrices(out)
         plan = plan_tiles(matrices, NV_BLOCK, height)
         launch = dequantise_nv_kernel[plan.grid]
-        launch(packed, scales, out, lines, width, *matrices.strides, **plan.constants)
+        sizes = (lines, width, *matrices.strides)
+        launch(packed, scales, out, *sizes, **plan.constants, num_warps=WARPS_BACK)
     return out

@@ -17,7 +17,7 @@ from moefold.kernels.quantise.nvfp4 import (
     unpack_e2m1,
     unscaled_nvfp4,
 )
-from moefold.layout.counter_random import random_32
+from moefold.layout.counter_random import random_counters
 
 NEAREST = {  # ties go to the even code
     0.0: 0.0, 0.25: 0.0, 0.2501: 0.5, 0.5: 0.5, 0.7499: 0.5, 0.75: 1.0, 1.25: 1.0, 1.2501: 1.5, 1.5: 1.5, 1.75: 2.0,
@@ -129,7 +129,7 @@ def test_memory_is_four_and_a_half_bits_a_value():
 
 def test_stochastic_rounding_is_unbiased_and_repeats():
     x = torch.linspace(-6, 6, 241).repeat(4096, 1)
-    random = random_32(torch.arange(4096), 1, torch.arange(241))
+    random = random_counters(torch.arange(4096), 1, torch.arange(241)).numbers_of_16_bits()
     table = torch.tensor([*CODES, *(-m for m in CODES)])
     found = table[round_to_e2m1(x, random).long()]
     grid = torch.tensor(list(CODES))
@@ -140,5 +140,17 @@ def test_stochastic_rounding_is_unbiased_and_repeats():
     assert ((found - x).abs() < step).all(), "to one of the two neighbours"
     assert torch.equal(round_to_e2m1(x, random), round_to_e2m1(x, random))
     exact = torch.tensor([list(CODES)])
-    largest = torch.full((1, 8), 2**32 - 1)
+    largest = torch.full((1, 8), 2**16 - 1)
     assert torch.equal(round_to_e2m1(exact, 0 * largest), round_to_e2m1(exact, largest)), "E2M1 numbers stay"
+
+
+def test_the_chance_of_rounding_up_is_right_to_two_to_minus_17():
+    every = torch.arange(2**16)[:, None]
+    x = torch.rand(1, 60) * 6.1
+    x[0, :4] = torch.tensor([1e-6, 0.4999999, 3.9999998, 5.99])
+    shares = (round_to_e2m1(x.expand(2**16, -1), every).long() & 7).double().mean(0)
+    grid = torch.tensor(list(CODES), dtype=torch.float64)
+    size = x[0].double().clamp(max=6)
+    below = (torch.searchsorted(grid, size, right=True) - 1).clamp(max=6)
+    exact = below + (size - grid[below]) / (grid[below + 1] - grid[below])
+    assert (shares - exact).abs().max() <= 2**-17 + 2**-23
