@@ -480,6 +480,7 @@ def kernel_choices(config: Config, layers: list[LikeLayers], facts: Facts) -> di
     forced = forced_implementations(config.kernels.force)
     facts = replace(facts, recipe=experts_recipe(config))
     used = ops_of_run(config, layers) | fp8_ops_of_run(config, facts) | micro_ops_of_run(config)
+    used |= payload_ops_of_run(config)
     choices: dict[str, KernelChoice] = {}
     for op in CATALOG:
         if op in used:
@@ -498,6 +499,18 @@ def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
         ops |= FP8_EXPERT_OPS
     if config.precision.storage == "fp8":
         ops |= FP8_STORAGE_OPS
+    return ops
+
+
+def payload_ops_of_run(config: Config) -> set[str]:
+    """Ops of what ranks send in FP8."""
+    precision = config.precision
+    of_rows = (precision.dispatch, precision.combine_gradient, precision.tp_sums)
+    ops: set[str] = set()
+    if set(of_rows) != {"plain"} or config.optim.gradient_reduce == "fp8":
+        ops |= {"rows_to_payload", "sum_payload_rows"}
+    if precision.tp_sum_gradients != "plain":
+        ops |= {"channels_to_payload", "payloads_to_channels"}
     return ops
 
 

@@ -21,13 +21,8 @@ from moefold.config.run import PrecisionConfig
 from moefold.dispatch.base import Dispatcher, Receipt, Routing, Rows, plan_parts
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, ScaleRule
-from moefold.kernels.quantise.fp8_payload import (
-    dequantised_rows,
-    pack_rows,
-    quantise_row_blocks,
-    row_payload_bytes,
-    unpack_rows,
-)
+from moefold.kernels.quantise.fp8_payload import row_payload_bytes
+from moefold.kernels.quantise.payload_ops import PayloadOps, payload_ops
 from moefold.kernels.routing.expert_rows import sum_rows
 
 GRADIENT_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -66,6 +61,7 @@ class Fp8Dispatcher:
         self.inner = inner
         self.token_bytes = row_payload_bytes(width) if tokens else 0
         self.sum_rows = kernels[sum_rows]
+        self.payloads = payload_ops(kernels)
         self.tokens = tokens
         self.gradients = gradients
 
@@ -80,7 +76,7 @@ class Fp8Dispatcher:
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         if self.tokens is None:
             return self.inner.dispatch(h_TD, receipt)
-        source_ND = SendTokens.apply(h_TD, self.inner, receipt, self.tokens)
+        source_ND = SendTokens.apply(h_TD, self.inner, receipt, self.tokens, self.payloads)
         return Rows(source_ND, receipt.order)  # pyright: ignore[reportArgumentType]
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
@@ -88,47 +84,47 @@ class Fp8Dispatcher:
             return self.inner.combine(y_RD, receipt)
         order = receipt.order
         y_ND = self.sum_rows(y_RD, order.index_R, order.slots_NK, order.holes)
-        return GiveBackSums.apply(y_ND, self.inner, receipt, self.gradients)  # pyright: ignore[reportReturnType]
+        way_back = (self.inner, receipt, self.gradients, self.payloads)
+        return GiveBackSums.apply(y_ND, *way_back)  # pyright: ignore[reportReturnType]
 
 
-def send_quantised(x_TD: Tensor, inner: SendsRows, receipt: Receipt, rule: ScaleRule) -> Tensor:
+def send_quantised(x_TD: Tensor, inner: SendsRows, receipt: Receipt, rule: ScaleRule, payloads: PayloadOps) -> Tensor:
     """The rows that arrive, dequantised."""
-    width = x_TD.shape[1]
-    quantised = quantise_row_blocks(x_TD, rule)
-    payload_TB = pack_rows(quantised)
+    payload_TB = payloads.pack_rows(x_TD, rule)
     arrived_NB = inner.send(payload_TB, receipt)
-    arrived = unpack_rows(arrived_NB, width, rule.format)
-    return dequantised_rows(arrived, x_TD.dtype)
+    x_ND = x_TD.new_empty((len(arrived_NB), x_TD.shape[1]))
+    payloads.sum_rows(x_ND, arrived_NB[None], rule.format)
+    return x_ND
 
 
 class SendTokens(torch.autograd.Function):
     """Backward sends the gradient as it is."""
 
     @staticmethod
-    def forward(ctx, h_TD, inner, receipt, rule):
+    def forward(ctx, h_TD, inner, receipt, rule, payloads):
         ctx.way_back = (inner, receipt)
-        return send_quantised(h_TD, inner, receipt, rule)
+        return send_quantised(h_TD, inner, receipt, rule, payloads)
 
     @staticmethod
     def backward(ctx, *gradients):
         inner, receipt = ctx.way_back
         dy_ND = gradients[0].contiguous()
         dh_TD = inner.give_back(dy_ND, receipt)
-        return dh_TD, None, None, None
+        return dh_TD, None, None, None, None
 
 
 class GiveBackSums(torch.autograd.Function):
     """Backward sends the gradient in FP8."""
 
     @staticmethod
-    def forward(ctx, y_ND, inner, receipt, rule):
-        ctx.way_back = (inner, receipt, rule)
+    def forward(ctx, y_ND, inner, receipt, rule, payloads):
+        ctx.way_back = (inner, receipt, rule, payloads)
         return inner.give_back(y_ND, receipt)
 
     @staticmethod
     def backward(ctx, *gradients):
         dy_ND = send_quantised(gradients[0], *ctx.way_back)
-        return dy_ND, None, None, None
+        return dy_ND, None, None, None, None
 
 
 def unquantised(dispatcher: Dispatcher) -> Dispatcher:

@@ -22,13 +22,8 @@ from torch import Tensor
 
 from moefold.comm.grad_reduce import Allocator, PendingReduction, exchange_parts, wait_for_nothing
 from moefold.kernels.quantise.fp8 import BLOCK, ScaleRule
-from moefold.kernels.quantise.fp8_payload import (
-    bytes_of,
-    dequantised_rows,
-    quantise_row_blocks,
-    row_payload_bytes,
-    unpack_rows,
-)
+from moefold.kernels.quantise.fp8_payload import row_payload_bytes
+from moefold.kernels.quantise.payload_ops import REFERENCES, PayloadOps
 from moefold.layout.axes import Axis
 
 AT_ONCE = 8192 * BLOCK  # gradients that are quantised at once, so that temporary tensors stay small
@@ -43,7 +38,12 @@ class PayloadMemory(NamedTuple):
 
 
 def reduce_scatter_fp8(
-    x: Tensor, axis: Axis, allocate: Allocator = torch.empty, *, rule: ScaleRule = NEAREST_SCALES
+    x: Tensor,
+    axis: Axis,
+    allocate: Allocator = torch.empty,
+    *,
+    rule: ScaleRule = NEAREST_SCALES,
+    payloads: PayloadOps = REFERENCES,
 ) -> PendingReduction:
     """Start to sum x over the axis; x itself is overwritten."""
     if axis.size == 1:
@@ -53,14 +53,12 @@ def reduce_scatter_fp8(
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     memory = memory_of_payloads(x, axis.size, allocate)
     for part_S, payload_B in zip(parts_nS, memory.sent_nB, strict=True):
-        write_payload(part_S, payload_B, rule)
+        write_payload(part_S, payload_B, rule, payloads)
     wait = exchange_parts(memory.sent_nB, memory.received_nB, axis)
 
     def sum_of_payloads() -> Tensor:
         total_S = allocate(size, dtype=sum_dtype, device=x.device)
-        total_S.zero_()
-        for payload_B in memory.received_nB:
-            total_S += gradients_of_payload(payload_B, size, rule)
+        payloads.sum_rows(total_S[None], memory.received_nB[:, None], rule.format)
         return total_S
 
     return PendingReduction(wait, sum_of_payloads)
@@ -79,20 +77,15 @@ def memory_of_payloads(x: Tensor, ranks: int, allocate: Allocator) -> PayloadMem
     return PayloadMemory(both[0], both[1])
 
 
-def write_payload(part_S: Tensor, payload_B: Tensor, rule: ScaleRule) -> None:
+def write_payload(part_S: Tensor, payload_B: Tensor, rule: ScaleRule, payloads: PayloadOps) -> None:
     """Write the bytes of a part, then its scales. The payload may lie in memory of this part or of parts before it:
     bytes are written where gradients have been read."""
     end = 0
     scales: list[Tensor] = []
     for piece in part_S.split(AT_ONCE):
-        quantised = quantise_row_blocks(piece[None], rule)
-        begin, end = end, end + len(piece)
-        payload_B[begin:end] = bytes_of(quantised.values)[0]
-        scales.append(quantised.scales[0])
-    payload_B[end:] = bytes_of(torch.cat(scales))
-
-
-def gradients_of_payload(payload_B: Tensor, size: int, rule: ScaleRule) -> Tensor:
-    """What the bytes of a part stand for, in fp32."""
-    quantised = unpack_rows(payload_B[None], size, rule.format)
-    return dequantised_rows(quantised, torch.float32)[0]
+        size = len(piece)
+        packed_B = payloads.pack_rows(piece[None], rule)[0]
+        begin, end = end, end + size
+        payload_B[begin:end] = packed_B[:size]
+        scales.append(packed_B[size:])
+    payload_B[end:] = torch.cat(scales)

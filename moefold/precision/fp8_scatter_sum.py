@@ -18,26 +18,19 @@ from torch import Tensor, nn
 
 from moefold.comm.collectives import all_gather_no_grad, all_to_all_no_grad, reduce_scatter_no_grad
 from moefold.config.run import PrecisionConfig
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.quantise.fp8 import E4M3, ScaleRule
-from moefold.kernels.quantise.fp8_payload import (
-    dequantised_channels,
-    dequantised_rows,
-    pack_channels,
-    pack_rows,
-    quantise_channels,
-    quantise_row_blocks,
-    unpack_channels,
-    unpack_rows,
-)
+from moefold.kernels.quantise.payload_ops import REFERENCES, PayloadOps, payload_ops
 from moefold.layout.axes import Axis, World
 
 
 class ScatterFormat(NamedTuple):
-    """Which directions are quantised, and the rule of their scales."""
+    """Which directions are quantised, the rule of their scales, and what makes and reads payloads."""
 
     forward: bool
     backward: bool
     rule: ScaleRule
+    payloads: PayloadOps = REFERENCES
 
 
 def scatter_sums_fp8(summand_CD: Tensor, axis: Axis, format: ScatterFormat) -> Tensor:
@@ -50,7 +43,7 @@ class ScatterSums(torch.autograd.Function):
         ctx.way_back = (axis, format)
         if not format.forward:
             return reduce_scatter_no_grad(summand_CD, axis)
-        return sum_of_payloads(summand_CD, axis, format.rule)
+        return sum_of_payloads(summand_CD, axis, format)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -59,34 +52,28 @@ class ScatterSums(torch.autograd.Function):
         if not format.backward:
             dx_CD = all_gather_no_grad(dy_TD, axis)
         else:
-            dx_CD = gathered_payloads(dy_TD, axis, format.rule)
+            dx_CD = gathered_payloads(dy_TD, axis, format)
         return dx_CD, None, None
 
 
-def sum_of_payloads(summand_CD: Tensor, axis: Axis, rule: ScaleRule) -> Tensor:
+def sum_of_payloads(summand_CD: Tensor, axis: Axis, format: ScatterFormat) -> Tensor:
     tokens, width = summand_CD.shape
-    each = [tokens // axis.size] * axis.size
-    payload_CB = pack_rows(quantise_row_blocks(summand_CD, rule, width))
-    arrived_CB = all_to_all_no_grad(payload_CB, each, each, axis, what="sums")
-    arrived = unpack_rows(arrived_CB, width, rule.format)
-    wide_CD = dequantised_rows(arrived, torch.float32, width)
-    first_TD, *others = wide_CD.split(each)
-    total_TD = first_TD.clone()
-    for part_TD in others:
-        total_TD += part_TD
-    return total_TD.to(summand_CD.dtype)
+    each = tokens // axis.size
+    payload_CB = format.payloads.pack_rows(summand_CD, format.rule, width)
+    sizes = [each] * axis.size
+    arrived_CB = all_to_all_no_grad(payload_CB, sizes, sizes, axis, what="sums")
+    arrived_nTB = arrived_CB.unflatten(0, (axis.size, each))
+    total_TD = summand_CD.new_empty((each, width))
+    format.payloads.sum_rows(total_TD, arrived_nTB, format.rule.format, width)
+    return total_TD
 
 
-def gathered_payloads(dy_TD: Tensor, axis: Axis, rule: ScaleRule) -> Tensor:
-    tokens, width = dy_TD.shape
-    payload = pack_channels(quantise_channels(dy_TD, rule))
+def gathered_payloads(dy_TD: Tensor, axis: Axis, format: ScatterFormat) -> Tensor:
+    payload = format.payloads.pack_channels(dy_TD, format.rule)
     gathered_nB = all_gather_no_grad(payload[None], axis)
-    parts: list[Tensor] = []
-    for part in gathered_nB:
-        channels = unpack_channels(part, width, tokens, rule.format)
-        part_TD = dequantised_channels(channels, dy_TD.dtype)
-        parts.append(part_TD)
-    return torch.cat(parts)
+    dx_nTD = dy_TD.new_empty((axis.size, *dy_TD.shape))
+    format.payloads.unpack_channels(dx_nTD, gathered_nB, format.rule.format)
+    return dx_nTD.flatten(0, 1)
 
 
 @runtime_checkable
@@ -107,7 +94,7 @@ class ScattersInFp8:
         return scatter_sums_fp8(summand_CD, self.axis, self.format)
 
 
-def attach_fp8_sums(model: nn.Module, world: World, precision: PrecisionConfig) -> None:
+def attach_fp8_sums(model: nn.Module, world: World, precision: PrecisionConfig, kernels: BoundKernels) -> None:
     """Let the modules of a model scatter their sums in FP8, as configured."""
     forward = precision.tp_sums == "fp8"
     backward = precision.tp_sum_gradients == "fp8"
@@ -116,7 +103,7 @@ def attach_fp8_sums(model: nn.Module, world: World, precision: PrecisionConfig) 
     if tp.size == 1 or not quantises:
         return
     rule = ScaleRule(E4M3, precision.power_of_two_scales)
-    format = ScatterFormat(forward, backward, rule)
+    format = ScatterFormat(forward, backward, rule, payload_ops(kernels))
     scatter = ScattersInFp8(tp, format)
     for module in model.modules():
         if isinstance(module, SumsOverTp):

@@ -25,6 +25,7 @@ from moefold.comm.p2p import sum_over_members
 from moefold.comm.two_levels import Reduction, reduce_over_levels
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.quantise.fp8 import ScaleRule
+from moefold.kernels.quantise.payload_ops import REFERENCES, PayloadOps
 from moefold.layout.axes import World
 from moefold.layout.gradient_sink import attach_gradient_sink
 from moefold.precision.fp8_gradient_sum import reduce_scatter_fp8
@@ -39,6 +40,7 @@ GRADIENT_REDUCTIONS: dict[str, Reduction] = {
     "fp8": reduce_scatter_fp8,
     "fp8 by powers of two": partial(reduce_scatter_fp8, rule=POWER_OF_TWO_SCALES),
 }
+FP8_REDUCTIONS = ("fp8", "fp8 by powers of two")
 AccumulationHook = Callable[[Tensor], None]
 AfterReduction = Callable[[Bucket], None]
 SumReader = Callable[[str, Tensor], None]  # called with a parameter's name and its flat sum
@@ -83,10 +85,14 @@ class Gradients:
         world: World,
         reduction: str = "fp32",
         add_squares: Callable[..., None] = add_squares,
+        payloads: PayloadOps = REFERENCES,
     ):
         self.buckets = buckets
         self.world = world
-        self.reduce = partial(reduce_over_levels, GRADIENT_REDUCTIONS[reduction])
+        reduce = GRADIENT_REDUCTIONS[reduction]
+        if reduction in FP8_REDUCTIONS:
+            reduce = partial(reduce, payloads=payloads)
+        self.reduce = partial(reduce_over_levels, reduce)
         self.add_squares = add_squares
         self.units = units_of_buckets(buckets)
         one = device_number(1.0, world.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.grad_reduce import PendingReduction
+from moefold.kernels.quantise.payload_ops import REFERENCES, PayloadOps
 from moefold.layout.axes import World
 from moefold.layout.deferred_wgrad import OPEN_QUEUES
 from moefold.shard.buckets import Bucket
@@ -42,8 +43,9 @@ class UnitGradients(Gradients):
         reduction: str,
         add_squares: Callable[..., None],
         stages: UnitsOfStage,
+        payloads: PayloadOps = REFERENCES,
     ):
-        super().__init__(buckets, world, reduction, add_squares)
+        super().__init__(buckets, world, reduction, add_squares, payloads)
         self.stages = stages
         self.under_way: list[UnitReduction] = []
         self.entered: Set[str] = set()  # units whose gradients are to be reduced when backward has left them

@@ -359,7 +359,7 @@ def build_model(
     elif is_whole:
         initialise_parameters(model, config.train.seed)
     add_adapters(model, config, world, kernels, adapters)  # behind the start, which may know of no adapters
-    attach_fp8_sums(model, world, config.precision)
+    attach_fp8_sums(model, world, config.precision, kernels)
     attach_configured_policies(model, config)
     return model
 

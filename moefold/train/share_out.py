@@ -21,6 +21,7 @@ from moefold.config.errors import UserError
 from moefold.config.run import Config, OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.add_squares import add_squares
+from moefold.kernels.quantise.payload_ops import payload_ops
 from moefold.layout.axes import World
 from moefold.model.initialise import fill_parameters
 from moefold.model.steps import Around
@@ -74,7 +75,8 @@ def share_out_model(
     buckets = configured_filler(config, model, world, groups)(unit=unit, fp8=fp8)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what parameters had before they moved into buckets
-    gradients = Gradients(buckets, world, gradient_reduction(config), kernels[add_squares])
+    payloads = payload_ops(kernels)
+    gradients = Gradients(buckets, world, gradient_reduction(config), kernels[add_squares], payloads)
     updates_are_late = config.optim.states == "host" and world.device.type == "cuda"
     return SharedOut(buckets, gradients, Publisher(model, buckets, updates_are_late))
 
@@ -102,7 +104,8 @@ def share_out_units(
     for name, (users, _) in stages_using_parameters(model).items():
         for stage in users:
             stages[stage].add(unit_of(name))
-    gradients = UnitGradients(buckets, world, gradient_reduction(config), kernels[add_squares], stages)
+    reduction = gradient_reduction(config)
+    gradients = UnitGradients(buckets, world, reduction, kernels[add_squares], stages, payload_ops(kernels))
     most = units_at_a_time(config.pipeline)
     units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, most)
     start_gathered_magnitudes(model, units, unit_of)

@@ -1317,6 +1317,48 @@ def plain_dequantise_rows(values, scales, format, width, dtype):
     return [[float(torch.tensor(x, dtype=dtype)) for x in row] for row in found]
 
 
+def payload_of_blocks(blocks, rule):
+    """Bytes of the values of blocks, and of their scales."""
+    scales = [scale_of_block(values, rule.format.name, rule.power_of_two) for values in blocks]
+    found = [bytes_of_block(values, scale, rule.format.name) for values, scale in zip(blocks, scales, strict=True)]
+    return found, [list(struct.pack("<f", scale)) for scale in scales]
+
+
+def plain_rows_to_payload(x, rule, block=128):
+    payload = []
+    for row in x:
+        blocks = [list(map(rounded_to_fp32, row[i : i + block])) for i in range(0, len(row), block)]
+        values, scales = payload_of_blocks(blocks, rule)
+        payload.append([byte for part in values + scales for byte in part])
+    return payload
+
+
+def plain_sum_payload_rows(total, payloads, format, block=128):
+    def value(row, d):
+        (scale,) = struct.unpack("<f", bytes(row[width + d // block * 4 :][:4]))
+        return rounded_to_fp32(value_of_byte(row[d], format.name) * scale)
+
+    width = len(total[0])
+    return [[[sum(value(part[n], d) for part in payloads) for d in range(width)] for n in range(len(total))]]
+
+
+def plain_channels_to_payload(x, rule):
+    groups = [transposed(x[i : i + 128]) for i in range(0, len(x), 128)]
+    found = [payload_of_blocks([list(map(rounded_to_fp32, c)) for c in channels], rule) for channels in groups]
+    values = [byte for channels, _ in found for row in transposed(channels) for byte in row]
+    return values + [byte for _, scales in found for scale in scales for byte in scale]
+
+
+def plain_payloads_to_channels(out, payloads, format):
+    rows, width = len(out[0]), len(out[0][0])
+
+    def value(part, n, d):
+        (scale,) = struct.unpack("<f", bytes(part[rows * width + (n // 128 * width + d) * 4 :][:4]))
+        return rounded_to_fp32(value_of_byte(part[n * width + d], format.name) * scale)
+
+    return [[[[value(part, n, d) for d in range(width)] for n in range(rows)] for part in payloads]]
+
+
 def plain_hadamard_blocks(x, source):
     blocks = [[plain_transform(column) for column in block] for block in columns_of_blocks(x, source, 16)]
     return blocks, [max(abs(rounded_to_fp32(value)) for column in block for value in column) for block in blocks]

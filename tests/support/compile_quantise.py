@@ -32,13 +32,14 @@ from moefold.kernels.quantise import (
     line_maxima_triton,
     mx_blocks_triton,
     nv_blocks_triton,
+    payload_triton,
     quantise_tiles_triton,
     quantise_weight_hopper,
     quantise_weight_launch,
     quantise_weight_triton,
     scale_lines_triton,
 )
-from moefold.kernels.quantise.fp8 import BLOCK, E4M3
+from moefold.kernels.quantise.fp8 import BLOCK, E4M3, E5M2
 from moefold.kernels.routing import peer_plan_triton, peer_rows_triton, peer_signals_triton, rows_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -157,6 +158,24 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
     )
 
 
+def payload_kernels() -> Iterator[tuple[str, str]]:
+    """Payloads of rows and of channels, in both formats."""
+    module = payload_triton
+    options = {"num_warps": 4}
+    for format, source in ((E4M3, FP32), (E5M2, "*bf16")):
+        types = dict.fromkeys(("x_ND", "x_nND", "total_ND"), source)
+        types |= dict.fromkeys(("payload_NB", "payload_nNB", "payload_B", "payload_nB"), "*u8")
+        constants = {"LARGEST": format.largest, "POWER_OF_TWO": True, "NUMBERS": module.NUMBERS[format.name]}
+        constants |= {"BLOCKS": 16, "SPAN": BLOCK, "stride_d": 1, "TILE": BLOCK, "CHANNELS": module.CHANNELS}
+        for kernel in (
+            module.rows_to_payload_kernel,
+            module.sum_payload_rows_kernel,
+            module.channels_to_payload_kernel,
+            module.payloads_to_channels_kernel,
+        ):
+            yield f"{kernel.__name__}, {format.name}", compile_for_hopper(kernel, types, constants, options)
+
+
 STORED = {"fp8": (FP8, "*u8"), "nf4": ("*u8", "*bf16"), "nf4_double": ("*u8", "*u8"), "mxfp4": ("*u8", "*u8")}
 
 
@@ -245,6 +264,7 @@ def main() -> None:
         weight_kernels(),
         row_kernels(),
         micro_kernels(),
+        payload_kernels(),
         base_kernels(),
         adapter_kernels(),
         stash_kernels(),

@@ -57,7 +57,9 @@ CHOICES: Choices = {
     "dequantise_nv": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one read, exact bf16 in one write"),),
     "dequantise_rows": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one launch: bytes read once, rows written once"),),
     "rows_to_payload": (Choice("triton", fp8_casts_run, FP8_NEEDS, "scales and bytes of a payload in one launch"),),
-    "sum_payload_rows": (Choice("triton", fp8_casts_run, FP8_NEEDS, "payloads of all ranks read once, sums written once"),),
+    "sum_payload_rows": (
+        Choice("triton", fp8_casts_run, FP8_NEEDS, "payloads of all ranks read once, sums written once"),
+    ),
     "channels_to_payload": (Choice("triton", fp8_casts_run, FP8_NEEDS, "scales and bytes of a payload in one read"),),
     "payloads_to_channels": (Choice("triton", fp8_casts_run, FP8_NEEDS, "bytes read once, values written once"),),
     "transpose_values": (Choice("triton", triton_runs, "cuda with Triton", "moves bytes in blocks of 128 x 128"),),

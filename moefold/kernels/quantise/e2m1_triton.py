@@ -1,4 +1,4 @@
-"""E2M1 numbers in Triton (rule: nvfp4.py): rounding, and eight codes in a word of 32 bits. Imported only where Triton is.
+"""E2M1 numbers in Triton (rule: nvfp4.py): rounding, and eight codes in a word. Imported only where Triton is.
 
 fp32 numbers below 2^-125 have the codes of E2M1 as their highest bits: a magnitude times 2^-126 has its code from bit
 22 on, and the part of a step behind it in the 22 bits below.

@@ -1,5 +1,5 @@
 """The random Hadamard transform in Triton (rule: hadamard.py): the same sums and differences in the same order, so that
-results are the same bits. Imported only where Triton is."""
+results are the same bits. Tuples grow by sums, as Triton knows no other way. Imported only where Triton is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_rows(source, places, a, m, M, stride_m, stride_n):
         x = load_as_fp32(at, (m < M) & (row >= 0))
         if (NEGATIVE >> n) & 1:
             x = -x
-        rows = rows + (x,)
+        rows = rows + (x,)  # noqa: RUF005
     return rows
 
 
@@ -45,9 +45,9 @@ def sums_and_differences(y, HALF: constexpr):
     mixed = ()
     for n in tl.static_range(SIZE):
         if n & HALF:
-            mixed = mixed + (y[n ^ HALF] - y[n],)
+            mixed = mixed + (y[n ^ HALF] - y[n],)  # noqa: RUF005
         else:
-            mixed = mixed + (y[n] + y[n ^ HALF],)
+            mixed = mixed + (y[n] + y[n ^ HALF],)  # noqa: RUF005
     return mixed
 
 
@@ -56,7 +56,7 @@ def join_halves(y, HALF: constexpr):
     """2 * HALF tensors as HALF, with a further dim."""
     joined = ()
     for n in tl.static_range(HALF):
-        joined = joined + (tl.join(y[n], y[n + HALF]),)
+        joined = joined + (tl.join(y[n], y[n + HALF]),)  # noqa: RUF005
     return joined
 
 

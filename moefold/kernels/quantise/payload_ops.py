@@ -97,13 +97,21 @@ class PayloadOps(NamedTuple):
     unpack_channels: Callable[..., None] = payloads_to_channels
 
 
+REFERENCES = PayloadOps()
+
+
 def payload_ops(kernels: BoundKernels) -> PayloadOps:
     rows = (kernels[rows_to_payload], kernels[sum_payload_rows])
     channels = (kernels[channels_to_payload], kernels[payloads_to_channels])
     return PayloadOps(*rows, *channels)
 
 
-CASE_ROWS = {"blocks": (5, 384, BLOCK), "a short block": (3, 140, BLOCK), "whole rows": (4, 300, 300), "no rows": (0, 256, BLOCK)}
+CASE_ROWS = {
+    "blocks": (5, 384, BLOCK),
+    "a short block": (3, 140, BLOCK),
+    "whole rows": (4, 300, 300),
+    "no rows": (0, 256, BLOCK),
+}
 CASE_RULES = {"e4m3": ScaleRule(), "e5m2": ScaleRule(E5M2), "powers of two": ScaleRule(E4M3, True)}
 
 

@@ -16,7 +16,7 @@ from triton.language import constexpr
 
 from moefold.kernels.quantise.fp8 import BLOCK, Fp8Format, ScaleRule, blocks_for
 from moefold.kernels.quantise.fp8_payload import SCALE_BYTES, row_payload_bytes
-from moefold.kernels.quantise.fp8_triton import magnitude_bits, magnitude_of_bits, round_to_fp8, scale_from_bits
+from moefold.kernels.quantise.fp8_triton import magnitude_bits, round_to_fp8, scale_from_bits
 from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, numbers_from, program_block, tile_mask
 
 BYTES = constexpr(SCALE_BYTES)
@@ -217,7 +217,7 @@ def launch_sum_payload_rows(total_ND: Tensor, payload_nNB: Tensor, format: Fp8Fo
     if total_ND.numel() == 0:
         return
     rows, width = total_ND.shape
-    assert payload_nNB.stride(2) == 1 and total_ND.stride(1) == 1, "rows lie without gaps"
+    assert payload_nNB.stride(2) == total_ND.stride(1) == 1, "values of a row lie side by side"
     plan = plan_rows(rows, width, block, format)
     strides = (payload_nNB.stride(0), payload_nNB.stride(1), total_ND.stride(0))
     launch = sum_payload_rows_kernel[plan.grid]
@@ -246,7 +246,8 @@ def launch_payloads_to_channels(x_nND: Tensor, payload_nB: Tensor, format: Fp8Fo
     if x_nND.numel() == 0:
         return
     ranks, rows, width = x_nND.shape
-    assert x_nND.is_contiguous() and payload_nB.stride(1) == 1, "payloads lie without gaps"
+    assert payload_nB.stride(1) == 1, "bytes of a payload lie side by side"
+    assert x_nND.is_contiguous(), "rows lie without gaps"
     grid = (blocks_for(rows), triton.cdiv(width, CHANNELS), ranks)
     launch = payloads_to_channels_kernel[grid]
     stride = payload_nB.stride(0)
