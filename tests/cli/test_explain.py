@@ -453,7 +453,9 @@ def test_shards_are_explained_with_their_bytes(capsys: pytest.CaptureFixture[str
 
 
 def test_what_is_sent_in_fp8_is_said(explained: Any):
-    assert explained("tiny")["fp8_on_the_wire"] == []
+    plain = explained("tiny")
+    assert plain["fp8_on_the_wire"] == []
+    assert not any("payload" in op for op in plain["kernels"])
     words = [
         "--parallel.ep",
         "2",
@@ -468,9 +470,12 @@ def test_what_is_sent_in_fp8_is_said(explained: Any):
     assert tokens == "tokens to experts (e4m3, a scale for 128 values of a token)"
     assert gradients == "gradients of experts' sums (e5m2, a scale for 128 values of a token)"
     words = ["--parallel.tp", "2", "--nproc", "2", "--precision.tp_sums", "fp8", "--precision.tp_sum_gradients", "fp8"]
-    assert len(explained("tiny", *words)["fp8_on_the_wire"]) == 2
+    over_tp = explained("tiny", *words)
+    assert len(over_tp["fp8_on_the_wire"]) == 2
+    assert {"channels_to_payload", "payloads_to_channels"} <= set(over_tp["kernels"])
     words = ["--nproc", "2", "--optim.gradient_reduce", "fp8"]
     (gradients,) = explained("tiny", *words)["fp8_on_the_wire"]
+    assert {"rows_to_payload", "sum_payload_rows"} <= set(explained("tiny", *words)["kernels"])
     assert gradients.startswith("gradients to the ranks that update their weights (e4m3")
     (gradients,) = explained("tiny", *words, "--shard.replicas", "2")["fp8_on_the_wire"]
     assert gradients.endswith("between copies of shares their sums are sent in fp32")

@@ -167,13 +167,13 @@ def payload_kernels() -> Iterator[tuple[str, str]]:
         types |= dict.fromkeys(("payload_NB", "payload_nNB", "payload_B", "payload_nB"), "*u8")
         constants = {"LARGEST": format.largest, "POWER_OF_TWO": True, "NUMBERS": module.NUMBERS[format.name]}
         constants |= {"BLOCKS": 16, "SPAN": BLOCK, "stride_d": 1, "TILE": BLOCK, "CHANNELS": module.CHANNELS}
-        for kernel in (
-            module.rows_to_payload_kernel,
-            module.sum_payload_rows_kernel,
-            module.channels_to_payload_kernel,
-            module.payloads_to_channels_kernel,
+        for about, kernel, further in (
+            ("rows to payload", module.rows_to_payload_kernel, {}),
+            ("sum of payloads", module.sum_payload_rows_kernel, module.SUM_OPTIONS),
+            ("channels to payload", module.channels_to_payload_kernel, {}),
+            ("payloads to channels", module.payloads_to_channels_kernel, {}),
         ):
-            yield f"{kernel.__name__}, {format.name}", compile_for_hopper(kernel, types, constants, options)
+            yield f"{about}, {format.name}", compile_for_hopper(kernel, types, constants, options | further)
 
 
 STORED = {"fp8": (FP8, "*u8"), "nf4": ("*u8", "*bf16"), "nf4_double": ("*u8", "*u8"), "mxfp4": ("*u8", "*u8")}

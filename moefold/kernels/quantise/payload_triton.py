@@ -21,6 +21,7 @@ from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, numbers_from
 
 BYTES = constexpr(SCALE_BYTES)
 TILE_VALUES = 2048
+SUM_OPTIONS = {"enable_fp_fusion": False}  # a product is rounded before it is added, as in the reference
 CHANNELS = 32  # of a tile
 NUMBERS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
@@ -221,7 +222,8 @@ def launch_sum_payload_rows(total_ND: Tensor, payload_nNB: Tensor, format: Fp8Fo
     plan = plan_rows(rows, width, block, format)
     strides = (payload_nNB.stride(0), payload_nNB.stride(1), total_ND.stride(0))
     launch = sum_payload_rows_kernel[plan.grid]
-    launch(total_ND, payload_nNB, len(payload_nNB), rows, width, *strides, block, **plan.constants)
+    sizes = (len(payload_nNB), rows, width, *strides, block)
+    launch(total_ND, payload_nNB, *sizes, **plan.constants, **SUM_OPTIONS)
 
 
 def channel_payload_bytes(rows: int, width: int) -> int:
