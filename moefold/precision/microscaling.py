@@ -22,7 +22,7 @@ from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Products, ends_of_rows
 from moefold.kernels.quantise.row_blocks import RowBlocks, row_blocks
-from moefold.layout.counter_random import RandomCounters, random_counters
+from moefold.layout.counter_random import GROUP, RandomCounters, random_counters
 from moefold.layout.weight_copies import cached_copy
 from moefold.precision.linear import PlacedWeight, RecipeTensors
 from moefold.precision.micro_formats import MICRO_FORMATS, MicroFormat, MicroSource
@@ -56,6 +56,11 @@ class MicroscalingRecipe:
         hashed = crc32(seed_and_name.encode())
         self.stream = hashed << 1
         self.numbers = RowNumbering(weight)
+        if self.rounds_by_token and not in_whole_groups(self.numbers.column_N):
+            raise ValueError(
+                f"{name}: outputs on this rank do not lie in whole groups of {GROUP}, which share random numbers; set "
+                f"precision.stochastic to false, or widths to multiples of {GROUP} times the ranks that share them"
+            )
         has_format = kernels.facts.multiplies_micro_formats
         make_products = HardwareProducts if has_format else MicroProducts
         self.products: Products | None = make_products(self.format, kernels)
@@ -137,6 +142,16 @@ def first_of_blocks(number_R: Tensor, blocks: RowBlocks, height: int) -> Tensor:
     number_P = number_R.new_zeros(padded + 1)
     number_P[blocks.place_R] = number_R
     return number_P[:padded:height]
+
+
+def in_whole_groups(column_N: Tensor) -> bool:
+    """Whether columns lie as kernels draw their numbers: in groups that follow one another from a multiple on."""
+    if len(column_N) % GROUP:
+        return False
+    groups = column_N.view(-1, GROUP)
+    firsts = groups[:, 0] // GROUP * GROUP
+    expected = firsts[:, None] + torch.arange(GROUP)
+    return torch.equal(groups, expected)
 
 
 class RowNumbering:

@@ -219,6 +219,12 @@ def test_stochastic_gradients_depend_on_the_tokens_numbers_alone():
     assert not torch.equal(seven[1], again[1])
 
 
+def test_outputs_that_share_no_random_numbers_with_their_neighbours_are_refused():
+    with pytest.raises(ValueError, match="groups of 4"):
+        recipe_of("nvfp4", 18, 96)
+    recipe_of("nvfp4", 18, 96, stochastic=False)
+
+
 def test_stochastic_gradients_are_right_in_the_mean():
     dy = numbers(16, 48, seed=4)
     ends = torch.tensor([16], dtype=torch.int32)
