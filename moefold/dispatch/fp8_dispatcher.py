@@ -38,11 +38,19 @@ class SendsRows(Protocol):
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor: ...
 
-    def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
+    def send(
+        self,
+        x_TD: Tensor,
+        receipt: Receipt,
+    ) -> Tensor:
         """Rows of tokens to the ranks of their experts: x_ND."""
         ...
 
-    def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
+    def give_back(
+        self,
+        y_ND: Tensor,
+        receipt: Receipt,
+    ) -> Tensor:
         """Rows of arrived tokens back to the ranks of the tokens, summed for each token: y_TD."""
         ...
 
@@ -79,7 +87,11 @@ class Fp8Dispatcher:
         source_ND = SendTokens.apply(h_TD, self.inner, receipt, self.tokens, self.payloads)
         return Rows(source_ND, receipt.order)  # pyright: ignore[reportArgumentType]
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(
+        self,
+        y_RD: Tensor,
+        receipt: Receipt,
+    ) -> Tensor:
         if self.gradients is None:
             return self.inner.combine(y_RD, receipt)
         order = receipt.order
@@ -88,7 +100,13 @@ class Fp8Dispatcher:
         return GiveBackSums.apply(y_ND, *way_back)  # pyright: ignore[reportReturnType]
 
 
-def send_quantised(x_TD: Tensor, inner: SendsRows, receipt: Receipt, rule: ScaleRule, payloads: PayloadOps) -> Tensor:
+def send_quantised(
+    x_TD: Tensor,
+    inner: SendsRows,
+    receipt: Receipt,
+    rule: ScaleRule,
+    payloads: PayloadOps,
+) -> Tensor:
     """The rows that arrive, dequantised."""
     payload_TB = payloads.pack_rows(x_TD, rule)
     arrived_NB = inner.send(payload_TB, receipt)
@@ -101,7 +119,14 @@ class SendTokens(torch.autograd.Function):
     """Backward sends the gradient as it is."""
 
     @staticmethod
-    def forward(ctx, h_TD, inner, receipt, rule, payloads):
+    def forward(
+        ctx,
+        h_TD,
+        inner,
+        receipt,
+        rule,
+        payloads,
+    ):
         ctx.way_back = (inner, receipt)
         return send_quantised(h_TD, inner, receipt, rule, payloads)
 
@@ -117,7 +142,14 @@ class GiveBackSums(torch.autograd.Function):
     """Backward sends the gradient in FP8."""
 
     @staticmethod
-    def forward(ctx, y_ND, inner, receipt, rule, payloads):
+    def forward(
+        ctx,
+        y_ND,
+        inner,
+        receipt,
+        rule,
+        payloads,
+    ):
         ctx.way_back = (inner, receipt, rule, payloads)
         return inner.give_back(y_ND, receipt)
 

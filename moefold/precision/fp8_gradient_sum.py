@@ -64,7 +64,11 @@ def reduce_scatter_fp8(
     return PendingReduction(wait, sum_of_payloads)
 
 
-def memory_of_payloads(x: Tensor, ranks: int, allocate: Allocator) -> PayloadMemory:
+def memory_of_payloads(
+    x: Tensor,
+    ranks: int,
+    allocate: Allocator,
+) -> PayloadMemory:
     """Memory of x itself where it is large enough: for fp32, but not for bf16."""
     size = len(x) // ranks
     each = row_payload_bytes(size)
@@ -77,7 +81,12 @@ def memory_of_payloads(x: Tensor, ranks: int, allocate: Allocator) -> PayloadMem
     return PayloadMemory(both[0], both[1])
 
 
-def write_payload(part_S: Tensor, payload_B: Tensor, rule: ScaleRule, payloads: PayloadOps) -> None:
+def write_payload(
+    part_S: Tensor,
+    payload_B: Tensor,
+    rule: ScaleRule,
+    payloads: PayloadOps,
+) -> None:
     """Write the bytes of a part, then its scales. The payload may lie in memory of this part or of parts before it:
     bytes are written where gradients have been read."""
     end = 0

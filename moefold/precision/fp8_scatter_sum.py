@@ -33,13 +33,22 @@ class ScatterFormat(NamedTuple):
     payloads: PayloadOps = REFERENCES
 
 
-def scatter_sums_fp8(summand_CD: Tensor, axis: Axis, format: ScatterFormat) -> Tensor:
+def scatter_sums_fp8(
+    summand_CD: Tensor,
+    axis: Axis,
+    format: ScatterFormat,
+) -> Tensor:
     return ScatterSums.apply(summand_CD, axis, format)  # pyright: ignore[reportReturnType]
 
 
 class ScatterSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, summand_CD, axis, format):
+    def forward(
+        ctx,
+        summand_CD,
+        axis,
+        format,
+    ):
         ctx.way_back = (axis, format)
         if not format.forward:
             return reduce_scatter_no_grad(summand_CD, axis)
@@ -56,7 +65,11 @@ class ScatterSums(torch.autograd.Function):
         return dx_CD, None, None
 
 
-def sum_of_payloads(summand_CD: Tensor, axis: Axis, format: ScatterFormat) -> Tensor:
+def sum_of_payloads(
+    summand_CD: Tensor,
+    axis: Axis,
+    format: ScatterFormat,
+) -> Tensor:
     tokens, width = summand_CD.shape
     each = tokens // axis.size
     payload_CB = format.payloads.pack_rows(summand_CD, format.rule, width)
@@ -68,7 +81,11 @@ def sum_of_payloads(summand_CD: Tensor, axis: Axis, format: ScatterFormat) -> Te
     return total_TD
 
 
-def gathered_payloads(dy_TD: Tensor, axis: Axis, format: ScatterFormat) -> Tensor:
+def gathered_payloads(
+    dy_TD: Tensor,
+    axis: Axis,
+    format: ScatterFormat,
+) -> Tensor:
     payload = format.payloads.pack_channels(dy_TD, format.rule)
     gathered_nB = all_gather_no_grad(payload[None], axis)
     dx_nTD = dy_TD.new_empty((axis.size, *dy_TD.shape))
@@ -86,7 +103,11 @@ class SumsOverTp(Protocol):
 class ScattersInFp8:
     """What such a module calls."""
 
-    def __init__(self, axis: Axis, format: ScatterFormat):
+    def __init__(
+        self,
+        axis: Axis,
+        format: ScatterFormat,
+    ):
         self.axis = axis
         self.format = format
 
@@ -94,7 +115,12 @@ class ScattersInFp8:
         return scatter_sums_fp8(summand_CD, self.axis, self.format)
 
 
-def attach_fp8_sums(model: nn.Module, world: World, precision: PrecisionConfig, kernels: BoundKernels) -> None:
+def attach_fp8_sums(
+    model: nn.Module,
+    world: World,
+    precision: PrecisionConfig,
+    kernels: BoundKernels,
+) -> None:
     """Let the modules of a model scatter their sums in FP8, as configured."""
     forward = precision.tp_sums == "fp8"
     backward = precision.tp_sum_gradients == "fp8"

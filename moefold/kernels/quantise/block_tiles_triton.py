@@ -33,7 +33,15 @@ def matrix_and_lines(M, TILE_M: constexpr):
 
 
 @triton.jit
-def strided_tile(tensor, a, m, n, stride_a, stride_m, stride_n):
+def strided_tile(
+    tensor,
+    a,
+    m,
+    n,
+    stride_a,
+    stride_m,
+    stride_n,
+):
     """Where the values of a tile lie."""
     lines = m.to(tl.int64)[:, None] * stride_m
     values = n.to(tl.int64)[None, :] * stride_n
@@ -41,7 +49,14 @@ def strided_tile(tensor, a, m, n, stride_a, stride_m, stride_n):
 
 
 @triton.jit
-def flat_tile(tensor, a, m, n, M, N):
+def flat_tile(
+    tensor,
+    a,
+    m,
+    n,
+    M,
+    N,
+):
     """The same of matrices without gaps."""
     matrix = tensor + a * M * N
     lines = m.to(tl.int64)[:, None] * N
@@ -49,12 +64,28 @@ def flat_tile(tensor, a, m, n, M, N):
 
 
 @triton.jit
-def inside_tile(m, n, M, N):
+def inside_tile(
+    m,
+    n,
+    M,
+    N,
+):
     return tile_mask(m < M, n < N)
 
 
 @triton.jit
-def load_tile(source, places, a, m, n, M, N, stride_a, stride_m, stride_n):
+def load_tile(
+    source,
+    places,
+    a,
+    m,
+    n,
+    M,
+    N,
+    stride_a,
+    stride_m,
+    stride_n,
+):
     """The values of a tile in fp32. `places`: None, or those of rows; their matrices have no stride."""
     if places is None:
         at = strided_tile(source, a, m, n, stride_a, stride_m, stride_n)
@@ -66,7 +97,13 @@ def load_tile(source, places, a, m, n, M, N, stride_a, stride_m, stride_n):
 
 
 @triton.jit
-def in_blocks(x, TILE_M: constexpr, TILE_N: constexpr, HEIGHT: constexpr, BLOCK: constexpr):
+def in_blocks(
+    x,
+    TILE_M: constexpr,
+    TILE_N: constexpr,
+    HEIGHT: constexpr,
+    BLOCK: constexpr,
+):
     shape: constexpr = (TILE_M // HEIGHT, HEIGHT, TILE_N // BLOCK, BLOCK)
     return tl.reshape(x, shape)
 
@@ -80,7 +117,14 @@ def largest_bits(blocks):
 
 
 @triton.jit
-def block_numbers(m, n, HEIGHT: constexpr, BLOCK: constexpr, TILE_M: constexpr, TILE_N: constexpr):
+def block_numbers(
+    m,
+    n,
+    HEIGHT: constexpr,
+    BLOCK: constexpr,
+    TILE_M: constexpr,
+    TILE_N: constexpr,
+):
     """The numbers of a tile's blocks along both dims: those of every line and value, of which each block has one."""
     lines: constexpr = TILE_M // HEIGHT
     columns: constexpr = TILE_N // BLOCK
@@ -110,7 +154,11 @@ def as_matrices(x: Tensor) -> Matrices:
     return Matrices(count, lines, width, (first, x.stride(-2), x.stride(-1)))
 
 
-def as_row_blocks(x_RD: Tensor, places_P: Tensor, height: int) -> Matrices:
+def as_row_blocks(
+    x_RD: Tensor,
+    places_P: Tensor,
+    height: int,
+) -> Matrices:
     """Blocks of rows that lie anywhere, transposed."""
     count = len(places_P) // height
     width = x_RD.shape[1]
@@ -124,7 +172,11 @@ class TilePlan(NamedTuple):
     constants: dict[str, int]
 
 
-def plan_tiles(matrices: Matrices, block: int, height: int) -> TilePlan:
+def plan_tiles(
+    matrices: Matrices,
+    block: int,
+    height: int,
+) -> TilePlan:
     """Tiles of whole blocks, as long as lines allow; short lines share a tile."""
     longest = triton.next_power_of_2(max(matrices.width, block))
     tile_n = min(LONGEST_LINE, longest)

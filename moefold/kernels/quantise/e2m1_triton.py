@@ -69,7 +69,11 @@ def with_sign_of(magnitude, x):
 
 
 @triton.jit
-def e2m1_values(x, dither, RANDOM: constexpr):
+def e2m1_values(
+    x,
+    dither,
+    RANDOM: constexpr,
+):
     """x rounded to E2M1."""
     if RANDOM:
         magnitude = magnitude_of_code(dithered_code(x, dither))
@@ -79,7 +83,11 @@ def e2m1_values(x, dither, RANDOM: constexpr):
 
 
 @triton.jit
-def e2m1_codes(x, dither, RANDOM: constexpr):
+def e2m1_codes(
+    x,
+    dither,
+    RANDOM: constexpr,
+):
     """Codes of 4 bits as uint32."""
     if RANDOM:
         code = dithered_code(x, dither)
@@ -91,7 +99,11 @@ def e2m1_codes(x, dither, RANDOM: constexpr):
 
 
 @triton.jit
-def packed_words(codes, TILE_M: constexpr, TILE_N: constexpr):
+def packed_words(
+    codes,
+    TILE_M: constexpr,
+    TILE_N: constexpr,
+):
     """Eight neighbours in a uint32, the first in the lowest bits: as two in a byte."""
     shape: constexpr = (TILE_M, TILE_N // WORD, WORD)
     shift = 4 * tl.arange(0, WORD)
@@ -100,7 +112,11 @@ def packed_words(codes, TILE_M: constexpr, TILE_N: constexpr):
 
 
 @triton.jit
-def unpacked_values(word, TILE_M: constexpr, TILE_N: constexpr):
+def unpacked_values(
+    word,
+    TILE_M: constexpr,
+    TILE_N: constexpr,
+):
     shape: constexpr = (TILE_M, TILE_N)
     shift = 4 * tl.arange(0, WORD)
     codes = tl.reshape(word[:, :, None] >> shift[None, None, :], shape)
@@ -122,7 +138,12 @@ def hash_words(row, group):
 
 
 @triton.jit
-def dither_of_groups(row, group, TILE_M: constexpr, TILE_N: constexpr):
+def dither_of_groups(
+    row,
+    group,
+    TILE_M: constexpr,
+    TILE_N: constexpr,
+):
     """What is added behind codes, of tiles (TILE_M, TILE_N // 4) of groups: random bits in the middle of their
     neighbours."""
     first, second = hash_words(row, group)

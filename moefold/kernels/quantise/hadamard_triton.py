@@ -26,7 +26,15 @@ WARPS = 2  # threads with twice the lines need fewer instructions for each
 
 
 @triton.jit
-def load_rows(source, places, a, m, M, stride_m, stride_n):
+def load_rows(
+    source,
+    places,
+    a,
+    m,
+    M,
+    stride_m,
+    stride_n,
+):
     """The 16 rows of block a as a tuple of vectors in fp32, with the signs of the transform."""
     rows = ()
     for n in tl.static_range(SIZE):
@@ -107,5 +115,13 @@ def launch_hadamard(x_RD: Tensor, source_P: Tensor) -> tuple[Tensor, Tensor]:
         plan = plan_tiles(blocks, hadamard.HADAMARD_SIZE, 1)
         launch = hadamard_kernel[plan.grid]
         sizes = (blocks.lines, blocks.width, *blocks.strides)
-        launch(x_RD, source_P, out, maxima, *sizes, **plan.constants, num_warps=WARPS)
+        launch(
+            x_RD,
+            source_P,
+            out,
+            maxima,
+            *sizes,
+            **plan.constants,
+            num_warps=WARPS,
+        )
     return out, maxima.view(torch.float32)

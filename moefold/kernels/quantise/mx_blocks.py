@@ -41,7 +41,12 @@ def quantise_mx_triton(
 
 
 @register_inner_op
-def dequantise_mx(values: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+def dequantise_mx(
+    values: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    transposed: bool = False,
+) -> Tensor:
     """What bytes stand for, in fp32 or bf16. `transposed`: the result of a fast implementation lies in memory such that
     its transpose has no gaps."""
     quantised = Quantised(values, scales)
@@ -49,7 +54,12 @@ def dequantise_mx(values: Tensor, scales: Tensor, dtype: torch.dtype, transposed
 
 
 @dequantise_mx.register_fast("triton")
-def dequantise_mx_triton(values: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+def dequantise_mx_triton(
+    values: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    transposed: bool = False,
+) -> Tensor:
     from moefold.kernels.quantise.mx_blocks_triton import launch_dequantise_mx
 
     return launch_dequantise_mx(values, scales, dtype, transposed)

@@ -19,7 +19,12 @@ from moefold.layout.counter_random import RandomCounters, random_counters
 
 
 @register_inner_op
-def quantise_nv(x: Tensor, amax: Tensor, random: RandomCounters | None = None, squares: bool = False) -> Nvfp4:
+def quantise_nv(
+    x: Tensor,
+    amax: Tensor,
+    random: RandomCounters | None = None,
+    squares: bool = False,
+) -> Nvfp4:
     """(M, N) or (A, M, N) in any strides. `amax`: of the matrix that a line belongs to, (M, 1) or (A, 1, 1). `random`:
     by line and value, or by matrix and the flat place in it; those of four neighbours from a multiple of 4 on follow
     one another from a multiple of 4 on. None rounds to nearest."""
@@ -30,7 +35,12 @@ def quantise_nv(x: Tensor, amax: Tensor, random: RandomCounters | None = None, s
 
 
 @quantise_nv.register_fast("triton")
-def quantise_nv_triton(x: Tensor, amax: Tensor, random: RandomCounters | None = None, squares: bool = False) -> Nvfp4:
+def quantise_nv_triton(
+    x: Tensor,
+    amax: Tensor,
+    random: RandomCounters | None = None,
+    squares: bool = False,
+) -> Nvfp4:
     """Random numbers are drawn where they are used, and never stored."""
     from moefold.kernels.quantise.nv_blocks_triton import launch_quantise_nv
 
@@ -38,7 +48,12 @@ def quantise_nv_triton(x: Tensor, amax: Tensor, random: RandomCounters | None = 
 
 
 @register_inner_op
-def round_nv(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomCounters | None = None) -> Tensor:
+def round_nv(
+    x: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    random: RandomCounters | None = None,
+) -> Tensor:
     """What dequantising gives of lines (M, N) that are quantised, without bytes between: for an operand that one
     emulated product reads at once."""
     packed, scales, _ = quantise_nv(x, amax, random)
@@ -46,14 +61,24 @@ def round_nv(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomCounters
 
 
 @round_nv.register_fast("triton")
-def round_nv_triton(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomCounters | None = None) -> Tensor:
+def round_nv_triton(
+    x: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    random: RandomCounters | None = None,
+) -> Tensor:
     from moefold.kernels.quantise.nv_blocks_triton import launch_round_nv
 
     return launch_round_nv(x, amax, dtype, random)
 
 
 @register_inner_op
-def dequantise_nv(packed: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+def dequantise_nv(
+    packed: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    transposed: bool = False,
+) -> Tensor:
     """Codes times the scales of their blocks, in fp32 or bf16. `transposed`: the result of a fast implementation lies
     in memory such that its transpose has no gaps."""
     quantised = Nvfp4(packed, scales, scales)
@@ -61,7 +86,12 @@ def dequantise_nv(packed: Tensor, scales: Tensor, dtype: torch.dtype, transposed
 
 
 @dequantise_nv.register_fast("triton")
-def dequantise_nv_triton(packed: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+def dequantise_nv_triton(
+    packed: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    transposed: bool = False,
+) -> Tensor:
     from moefold.kernels.quantise.nv_blocks_triton import launch_dequantise_nv
 
     return launch_dequantise_nv(packed, scales, dtype, transposed)

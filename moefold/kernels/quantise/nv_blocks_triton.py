@@ -172,7 +172,12 @@ def dequantise_nv_kernel(
     tl.store(at, x.to(out.dtype.element_ty), mask=inside_tile(m, n, M, N))
 
 
-def launch_quantise_nv(x: Tensor, amax: Tensor, random: RandomCounters | None, squares: bool) -> Nvfp4:
+def launch_quantise_nv(
+    x: Tensor,
+    amax: Tensor,
+    random: RandomCounters | None,
+    squares: bool,
+) -> Nvfp4:
     *rest, lines, width = x.shape
     height = NV_BLOCK if squares else 1
     encode = encode_scale(amax.float())
@@ -183,7 +188,12 @@ def launch_quantise_nv(x: Tensor, amax: Tensor, random: RandomCounters | None, s
     return Nvfp4(packed, scales, encode)
 
 
-def launch_round_nv(x: Tensor, amax: Tensor, dtype: torch.dtype, random: RandomCounters | None) -> Tensor:
+def launch_round_nv(
+    x: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    random: RandomCounters | None,
+) -> Tensor:
     encode = encode_scale(amax.float())
     values = x.new_empty(x.shape, dtype=dtype)
     launch_over_tiles(x, encode, random, values, None, 1)
@@ -210,10 +220,23 @@ def launch_over_tiles(
     tensors = (x, encode, encode.reciprocal(), rows, columns, out, scales)
     strides = (*matrices.strides, *of_lines.strides[:2])
     launch = quantise_nv_kernel[plan.grid]
-    launch(*tensors, lines, width, *strides, RANDOM=by, EXACT=scales is None, **plan.constants)
+    launch(
+        *tensors,
+        lines,
+        width,
+        *strides,
+        RANDOM=by,
+        EXACT=scales is None,
+        **plan.constants,
+    )
 
 
-def launch_dequantise_nv(packed: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+def launch_dequantise_nv(
+    packed: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
     *rest, lines, bytes_of_line = packed.shape
     width = 2 * bytes_of_line
     if transposed:
@@ -228,5 +251,12 @@ def launch_dequantise_nv(packed: Tensor, scales: Tensor, dtype: torch.dtype, tra
         plan = plan_tiles(matrices, NV_BLOCK, height)
         launch = dequantise_nv_kernel[plan.grid]
         sizes = (lines, width, *matrices.strides)
-        launch(packed, scales, out, *sizes, **plan.constants, num_warps=WARPS_BACK)
+        launch(
+            packed,
+            scales,
+            out,
+            *sizes,
+            **plan.constants,
+            num_warps=WARPS_BACK,
+        )
     return out

@@ -27,20 +27,33 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_
 
 
 @register_inner_op
-def rows_to_payload(x_ND: Tensor, rule: ScaleRule, block: int = BLOCK) -> Tensor:
+def rows_to_payload(
+    x_ND: Tensor,
+    rule: ScaleRule,
+    block: int = BLOCK,
+) -> Tensor:
     """(N, B) bytes, a scale for each block of a row."""
     return pack_rows(quantise_row_blocks(x_ND, rule, block))
 
 
 @rows_to_payload.register_fast("triton")
-def rows_to_payload_triton(x_ND: Tensor, rule: ScaleRule, block: int = BLOCK) -> Tensor:
+def rows_to_payload_triton(
+    x_ND: Tensor,
+    rule: ScaleRule,
+    block: int = BLOCK,
+) -> Tensor:
     from moefold.kernels.quantise.payload_triton import launch_rows_to_payload
 
     return launch_rows_to_payload(x_ND, rule, block)
 
 
 @register_in_place_op
-def sum_payload_rows(total_ND: Tensor, payload_nNB: Tensor, format: Fp8Format, block: int = BLOCK) -> None:
+def sum_payload_rows(
+    total_ND: Tensor,
+    payload_nNB: Tensor,
+    format: Fp8Format,
+    block: int = BLOCK,
+) -> None:
     """Write the sum of the rows that ranks sent, added in their order in fp32, or in fp64 if `total_ND` is. The payload
     of one rank is dequantised so."""
     sum_dtype = torch.promote_types(total_ND.dtype, torch.float32)
@@ -53,7 +66,12 @@ def sum_payload_rows(total_ND: Tensor, payload_nNB: Tensor, format: Fp8Format, b
 
 
 @sum_payload_rows.register_fast("triton")
-def sum_payload_rows_triton(total_ND: Tensor, payload_nNB: Tensor, format: Fp8Format, block: int = BLOCK) -> None:
+def sum_payload_rows_triton(
+    total_ND: Tensor,
+    payload_nNB: Tensor,
+    format: Fp8Format,
+    block: int = BLOCK,
+) -> None:
     from moefold.kernels.quantise.payload_triton import launch_sum_payload_rows
 
     launch_sum_payload_rows(total_ND, payload_nNB, format, block)
@@ -73,7 +91,11 @@ def channels_to_payload_triton(x_ND: Tensor, rule: ScaleRule) -> Tensor:
 
 
 @register_in_place_op
-def payloads_to_channels(x_nND: Tensor, payload_nB: Tensor, format: Fp8Format) -> None:
+def payloads_to_channels(
+    x_nND: Tensor,
+    payload_nB: Tensor,
+    format: Fp8Format,
+) -> None:
     """Write what the payloads of ranks stand for."""
     _, rows, width = x_nND.shape
     for x_ND, payload_B in zip(x_nND, payload_nB, strict=True):
@@ -82,7 +104,11 @@ def payloads_to_channels(x_nND: Tensor, payload_nB: Tensor, format: Fp8Format) -
 
 
 @payloads_to_channels.register_fast("triton")
-def payloads_to_channels_triton(x_nND: Tensor, payload_nB: Tensor, format: Fp8Format) -> None:
+def payloads_to_channels_triton(
+    x_nND: Tensor,
+    payload_nB: Tensor,
+    format: Fp8Format,
+) -> None:
     from moefold.kernels.quantise.payload_triton import launch_payloads_to_channels
 
     launch_payloads_to_channels(x_nND, payload_nB, format)

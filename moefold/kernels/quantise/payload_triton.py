@@ -27,7 +27,11 @@ NUMBERS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 @triton.jit
-def store_scales(at, scale, inside):
+def store_scales(
+    at,
+    scale,
+    inside,
+):
     bits = scale.to(tl.uint32, bitcast=True)
     for number in tl.static_range(BYTES):
         tl.store(at + number, (bits >> (8 * number)).to(tl.uint8), mask=inside)
@@ -43,7 +47,12 @@ def load_scale_bytes(at, inside):
 
 
 @triton.jit
-def blocks_of_rows(N, D, block, BLOCKS: constexpr):
+def blocks_of_rows(
+    N,
+    D,
+    block,
+    BLOCKS: constexpr,
+):
     """Of each block: its row in 64 bits, its number there, its first value, and how many it has."""
     blocks = tl.cdiv(D, block)
     number = program_block(0, BLOCKS)
@@ -124,14 +133,27 @@ def sum_payload_rows_kernel(
 
 
 @triton.jit
-def row_values(payload, D, j, column, size, inside, NUMBERS: constexpr):
+def row_values(
+    payload,
+    D,
+    j,
+    column,
+    size,
+    inside,
+    NUMBERS: constexpr,
+):
     scale = load_scale_bytes(payload + D + j * BYTES, size > 0)
     q = load_or_zero(payload[:, None] + column, inside).to(NUMBERS, bitcast=True)
     return q.to(tl.float32) * scale[:, None]
 
 
 @triton.jit
-def group_tile(N, D, TILE: constexpr, CHANNELS: constexpr):
+def group_tile(
+    N,
+    D,
+    TILE: constexpr,
+    CHANNELS: constexpr,
+):
     """The group of 128 rows and the channels of this program, which values exist, and where they lie."""
     n = program_block(0, TILE)
     d = program_block(1, CHANNELS)
@@ -192,7 +214,12 @@ class RowPlan(NamedTuple):
     constants: dict[str, Any]
 
 
-def plan_rows(rows: int, width: int, block: int, format: Fp8Format) -> RowPlan:
+def plan_rows(
+    rows: int,
+    width: int,
+    block: int,
+    format: Fp8Format,
+) -> RowPlan:
     """Short blocks share a program; of a long one a program has one span at a time."""
     longest = triton.next_power_of_2(max(block, 16))
     span = min(longest, TILE_VALUES)
@@ -202,7 +229,11 @@ def plan_rows(rows: int, width: int, block: int, format: Fp8Format) -> RowPlan:
     return RowPlan((triton.cdiv(count, blocks),), constants)
 
 
-def launch_rows_to_payload(x_ND: Tensor, rule: ScaleRule, block: int) -> Tensor:
+def launch_rows_to_payload(
+    x_ND: Tensor,
+    rule: ScaleRule,
+    block: int,
+) -> Tensor:
     rows, width = x_ND.shape
     each = row_payload_bytes(width, block)
     payload_NB = x_ND.new_empty((rows, each), dtype=torch.uint8)
@@ -210,11 +241,23 @@ def launch_rows_to_payload(x_ND: Tensor, rule: ScaleRule, block: int) -> Tensor:
         plan = plan_rows(rows, width, block, rule.format)
         launch = rows_to_payload_kernel[plan.grid]
         sizes = (rows, width, each, *x_ND.stride(), block)
-        launch(x_ND, payload_NB, *sizes, rule.format.largest, rule.power_of_two, **plan.constants)
+        launch(
+            x_ND,
+            payload_NB,
+            *sizes,
+            rule.format.largest,
+            rule.power_of_two,
+            **plan.constants,
+        )
     return payload_NB
 
 
-def launch_sum_payload_rows(total_ND: Tensor, payload_nNB: Tensor, format: Fp8Format, block: int) -> None:
+def launch_sum_payload_rows(
+    total_ND: Tensor,
+    payload_nNB: Tensor,
+    format: Fp8Format,
+    block: int,
+) -> None:
     if total_ND.numel() == 0:
         return
     rows, width = total_ND.shape
@@ -223,7 +266,13 @@ def launch_sum_payload_rows(total_ND: Tensor, payload_nNB: Tensor, format: Fp8Fo
     strides = (payload_nNB.stride(0), payload_nNB.stride(1), total_ND.stride(0))
     launch = sum_payload_rows_kernel[plan.grid]
     sizes = (len(payload_nNB), rows, width, *strides, block)
-    launch(total_ND, payload_nNB, *sizes, **plan.constants, **SUM_OPTIONS)
+    launch(
+        total_ND,
+        payload_nNB,
+        *sizes,
+        **plan.constants,
+        **SUM_OPTIONS,
+    )
 
 
 def channel_payload_bytes(rows: int, width: int) -> int:
@@ -240,11 +289,22 @@ def launch_channels_to_payload(x_ND: Tensor, rule: ScaleRule) -> Tensor:
         constants = {"NUMBERS": NUMBERS[rule.format.name], "TILE": BLOCK, "CHANNELS": CHANNELS}
         launch = channels_to_payload_kernel[grid]
         sizes = (rows, width, *x_ND.stride())
-        launch(x_ND, payload_B, *sizes, rule.format.largest, rule.power_of_two, **constants)
+        launch(
+            x_ND,
+            payload_B,
+            *sizes,
+            rule.format.largest,
+            rule.power_of_two,
+            **constants,
+        )
     return payload_B
 
 
-def launch_payloads_to_channels(x_nND: Tensor, payload_nB: Tensor, format: Fp8Format) -> None:
+def launch_payloads_to_channels(
+    x_nND: Tensor,
+    payload_nB: Tensor,
+    format: Fp8Format,
+) -> None:
     if x_nND.numel() == 0:
         return
     ranks, rows, width = x_nND.shape
@@ -253,4 +313,13 @@ def launch_payloads_to_channels(x_nND: Tensor, payload_nB: Tensor, format: Fp8Fo
     grid = (blocks_for(rows), triton.cdiv(width, CHANNELS), ranks)
     launch = payloads_to_channels_kernel[grid]
     stride = payload_nB.stride(0)
-    launch(x_nND, payload_nB, rows, width, stride, NUMBERS[format.name], TILE=BLOCK, CHANNELS=CHANNELS)
+    launch(
+        x_nND,
+        payload_nB,
+        rows,
+        width,
+        stride,
+        NUMBERS[format.name],
+        TILE=BLOCK,
+        CHANNELS=CHANNELS,
+    )
