@@ -163,8 +163,8 @@ def payload_kernels() -> Iterator[tuple[str, str]]:
     module = payload_triton
     options = {"num_warps": 4}
     for format, source in ((E4M3, FP32), (E5M2, "*bf16")):
-        types = dict.fromkeys(("x_ND", "x_nND", "total_ND"), source)
-        types |= dict.fromkeys(("payload_NB", "payload_nNB", "payload_B", "payload_nB"), "*u8")
+        types: dict[str, str] = dict.fromkeys(("x_ND", "x_nND", "total_ND"), source)
+        types.update(dict.fromkeys(("payload_NB", "payload_nNB", "payload_B", "payload_nB"), "*u8"))
         constants = {"LARGEST": format.largest, "POWER_OF_TWO": True, "NUMBERS": module.NUMBERS[format.name]}
         constants |= {"BLOCKS": 16, "SPAN": BLOCK, "stride_d": 1, "TILE": BLOCK, "CHANNELS": module.CHANNELS}
         for about, kernel, further in (
