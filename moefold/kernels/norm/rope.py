@@ -84,8 +84,9 @@ class RotateFunction(torch.autograd.Function):
 
 def rotate_in_place_of_halves(x_BSHD: Tensor, angles: RopeAngles, sign: int) -> Tensor:
     """Both halves are written where they belong, in two passes each."""
-    cos = angles.cos_Sd.unsqueeze(-2)
-    sin = angles.sin_Sd.unsqueeze(-2)
+    heads = x_BSHD.shape[-2]
+    cos = angles_of_heads(angles.cos_Sd, heads)
+    sin = angles_of_heads(angles.sin_Sd, heads)
     dtype = torch.promote_types(x_BSHD.dtype, cos.dtype)
     wide = x_BSHD.to(dtype)
     rotated = torch.empty_like(wide, memory_format=torch.contiguous_format)
@@ -96,6 +97,14 @@ def rotate_in_place_of_halves(x_BSHD: Tensor, angles: RopeAngles, sign: int) -> 
     torch.mul(b, cos, out=second)
     second.addcmul_(a, sin, value=sign)
     return rotated.to(x_BSHD.dtype)
+
+
+def angles_of_heads(angles_Sd: Tensor, heads: int) -> Tensor:
+    """Angles for each head. On a CPU an angle that all heads share is read in a loop of d steps for every head; a copy
+    for each of them is small beside a batch, and is read in one."""
+    shape = (*angles_Sd.shape[:-1], heads, angles_Sd.shape[-1])
+    angles_SHd = angles_Sd.unsqueeze(-2).expand(shape)
+    return angles_SHd.contiguous() if angles_Sd.device.type == "cpu" else angles_SHd
 
 
 ROPE_CASE_SIZES = [  # B, S, H, D

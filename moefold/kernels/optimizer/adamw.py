@@ -10,6 +10,7 @@ step to step are on the device too (`AdamWScalars`): a captured graph reads thos
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -128,7 +129,9 @@ def scaled_gradient(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_in_parts(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same of a long tensor: its product with a scale in fp64 is never in memory as a whole."""
+    """The same of a long tensor: what is rounded is never in memory as a whole."""
+    if g.dtype == dtype:  # nothing is
+        return g * scale
     gradient = torch.empty_like(g, dtype=dtype)
     parts = gradient.split(SCALED_TOGETHER)
     for part, of in zip(parts, g.split(SCALED_TOGETHER), strict=True):
@@ -182,7 +185,7 @@ def adamw_triton(main, g, m, v, weights, scale, scalars, options, first=0, m_sca
 
 @adamw.register_fast("fused")
 def adamw_fused(main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None) -> None:
-    if not scale.isfinite():
+    if not isfinite(scale.item()):
         return
     now = scalars_on_host(scalars)
     w = whole_main_weights(main, weights)

@@ -144,10 +144,11 @@ def sum_by_sequence(x_TN: Tensor, span: TokenSpan) -> Tensor:
     before = span.first
     all_tokens = span.sequences * span.length
     behind = all_tokens - before - len(x_TN)
-    around = (0, 0, before, behind)
-    padded = F.pad(x_TN, around)
+    if before or behind:
+        around = (0, 0, before, behind)
+        x_TN = F.pad(x_TN, around)
     shape = (span.sequences, span.length)
-    by_sequence = padded.unflatten(0, shape)
+    by_sequence = x_TN.unflatten(0, shape)
     return by_sequence.sum(1)
 
 

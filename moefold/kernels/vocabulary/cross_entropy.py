@@ -192,10 +192,14 @@ def label_columns(labels: Tensor, logits: Tensor, words: VocabShard) -> TwoTenso
     return held, column * held
 
 
+def largest_of_shards(logits: Tensor, words: VocabShard) -> Tensor:
+    largest = logits.amax(-1, keepdim=True)
+    return words.largest(largest)
+
+
 def log_sum_of_shards(logits: Tensor, words: VocabShard) -> Tensor:
     """The log-sum-exp of each token over the shards of all ranks."""
-    largest = logits.amax(-1, keepdim=True)
-    largest = words.largest(largest)
+    largest = largest_of_shards(logits, words)
     powers = logits - largest
     powers.exp_()
     total = powers.sum(-1, keepdim=True)
@@ -212,21 +216,24 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> TwoT
     logits = logits.to(wide)
     valid = labels != IGNORE_INDEX
     held, column = label_columns(labels, logits, words)
-    log_sum = log_sum_of_shards(logits, words)
-    # The loss.
+    largest = largest_of_shards(logits, words)
     found = logits.gather(1, column)
+    # Powers, in place of the logits: of both the loss and the gradient.
+    logits.sub_(largest).exp_()
+    total = words.total(logits.sum(-1, keepdim=True))
+    # The loss.
+    log_sum = total.log() + largest
     target = words.total(found * held)
     loss_T1 = log_sum - target
     loss_T = loss_T1.squeeze(1)
     valid_loss_T = loss_T * valid
     loss = valid_loss_T.sum()
-    # softmax - onehot, in place of the logits.
-    logits.sub_(log_sum).exp_()
-    onehot = held.to(logits.dtype)
-    logits.scatter_add_(1, column, -onehot)
+    # softmax - onehot, in the same place.
     factor = gradient_factor(dtype)
     factor_T1 = valid[:, None] * factor
-    logits.mul_(factor_T1)
+    logits.mul_(factor_T1 / total)
+    onehot = held.to(logits.dtype)
+    logits.scatter_add_(1, column, onehot.mul_(-factor_T1))
     return logits.to(dtype), loss
 
 
