@@ -13,6 +13,7 @@ import tyro
 
 from moefold.config.errors import UserError, one_of
 from moefold.kernels.catalog import CATALOG
+from moefold.presets.zoo import PRESETS
 
 LEAST_GENERATED = 20  # tokens: the first ones are not timed
 DeviceOption = Literal["auto", "cpu", "cuda"]
@@ -112,6 +113,28 @@ class TransformersOptions(DeviceOptions):
     """Timed steps of a turn."""
 
     def check_values(self) -> None:
+        require_positive("turns", self.turns)
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
+class TurnsOptions(BenchOptions):
+    """Time training steps of small models on a CPU, with and without a tape, and transformers', in turns."""
+
+    model: tuple[str, ...] = ("tiny", "olmoe-1b-7b-tiny", "qwen3-30b-a3b-tiny", "mixtral-8x22b-tiny")
+    """Presets."""
+    threads: int = 0
+    """Threads of torch; 0: as many as torch takes."""
+    turns: int = 5
+    """Turns of each contender; the median is shown."""
+    steps: int = 4
+    """Timed steps of a turn."""
+
+    def check_values(self) -> None:
+        for name in self.model:
+            one_of("model", name, PRESETS)
+        if self.threads < 0:
+            raise UserError(f"--threads {self.threads} is not legal; expected 0 or more")
         require_positive("turns", self.turns)
         require_positive("steps", self.steps)
 

@@ -1,0 +1,171 @@
+"""`moefold bench turns`: training steps of small models on a CPU, by moefold, with and without a tape, and by
+transformers with each of its implementations of experts, in turns.
+
+All of them train in fp32 with fused AdamW on batches of the same size: the preset's own, as one microbatch. The median
+turn counts. Beside the time by the wall stands the time of the process on all its threads, which tells less of what
+else a machine does, and the pages that a step had to be given.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from moefold.bench.machine import machine_facts
+from moefold.bench.options import TurnsOptions
+from moefold.bench.report import (
+    Report,
+    Row,
+    add_number_columns,
+    report_heading,
+    report_table,
+    show_report,
+    tell_progress,
+)
+from moefold.bench.step import random_tokens, run_on_random_tokens, transformers_model, transformers_update
+from moefold.bench.versions import installed_version
+from moefold.config.run import Config
+from moefold.presets.zoo import PRESETS
+from moefold.train.step import take_next_step
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")  # of experts in transformers
+WARM_UP_STEPS = 5  # the fourth is recorded
+CAPTION = """median turn, a step: forward, backward, clipping, update. wall: milliseconds. cpu: milliseconds of all
+threads. pages: given to the process. times: wall and cpu of transformers' fastest over this."""
+
+
+class StepCost(NamedTuple):
+    wall_ms: float
+    cpu_ms: float
+    pages: float
+
+
+TakeStep = Callable[[], Any]
+Contenders = dict[str, TakeStep]
+
+
+def run_benchmark(options: TurnsOptions) -> int:
+    report = turns_report(options)
+    return show_report(report, options.json, print_turns_report)
+
+
+def turns_report(options: TurnsOptions) -> Report:
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(options.threads or threads_before)
+    try:
+        results = [row_of_model(name, options) for name in options.model]
+    finally:
+        torch.set_num_threads(threads_before)
+    return machine_facts("cpu") | {"results": results}
+
+
+def row_of_model(name: str, options: TurnsOptions) -> Row:
+    config = turns_config(name)
+    costs = cost_in_turns(make_contenders(config, options), options)
+    row: Row = {"model": name, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    row["costs"] = {contender: cost._asdict() for contender, cost in costs.items()}
+    row["times"] = times_faster(costs)
+    tell_progress(f"{name}: {row['times']}")
+    return row
+
+
+def turns_config(name: str) -> Config:
+    config = PRESETS[name]()
+    batch = config.train.global_batch
+    train = replace(config.train, device="cpu", micro_batch=batch, steps=100_000)
+    return replace(config, train=train)
+
+
+def make_contenders(config: Config, options: TurnsOptions) -> Contenders:
+    steps = options.turns * (options.steps + 1) + WARM_UP_STEPS
+    contenders: Contenders = {}
+    for name, tape in (("moefold", False), ("tape", True)):
+        memory = replace(config.memory, tape=tape)
+        run = run_on_random_tokens(replace(config, memory=memory), steps + 1)
+        contenders[name] = partial(take_next_step, run)
+    if installed_version("transformers"):
+        contenders |= steps_of_transformers(config)
+    return contenders
+
+
+def steps_of_transformers(config: Config) -> Contenders:
+    model = transformers_model(config)
+    train_on = transformers_update(model, config)
+    context = random_tokens(config, 1)[:-1]
+    ids_BS = torch.from_numpy(context.astype(np.int64)).view(config.train.global_batch, -1)
+
+    def take_step(implementation: str) -> float:
+        model.set_experts_implementation(implementation)
+        return train_on(ids_BS).item()
+
+    return {name: partial(take_step, name) for name in IMPLEMENTATIONS}
+
+
+def cost_in_turns(contenders: Contenders, options: TurnsOptions) -> dict[str, StepCost]:
+    for take_step in contenders.values():
+        for _ in range(WARM_UP_STEPS):
+            take_step()
+    turns: dict[str, list[StepCost]] = {name: [] for name in contenders}
+    for _ in range(options.turns):
+        for name, take_step in contenders.items():
+            take_step()  # brings back to the caches what the others drove out
+            turns[name].append(cost_of_steps(take_step, options.steps))
+    return {name: median_cost(costs) for name, costs in turns.items()}
+
+
+def cost_of_steps(take_step: TakeStep, steps: int) -> StepCost:
+    pages = pages_given()
+    cpu = time.process_time()
+    wall = time.perf_counter()
+    for _ in range(steps):
+        take_step()
+    wall = time.perf_counter() - wall
+    cpu = time.process_time() - cpu
+    pages = pages_given() - pages
+    return StepCost(wall / steps * 1e3, cpu / steps * 1e3, pages / steps)
+
+
+def pages_given() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def median_cost(costs: list[StepCost]) -> StepCost:
+    return StepCost(*map(median, zip(*costs, strict=True)))
+
+
+def times_faster(costs: dict[str, StepCost]) -> dict[str, tuple[float, float]]:
+    """How often moefold's steps fit into one of transformers' fastest, by wall and by CPU time."""
+    theirs = [cost for name, cost in costs.items() if name in IMPLEMENTATIONS]
+    if not theirs:
+        return {}
+    wall = min(cost.wall_ms for cost in theirs)
+    cpu = min(cost.cpu_ms for cost in theirs)
+    ours = {name: cost for name, cost in costs.items() if name not in IMPLEMENTATIONS}
+    return {name: (wall / cost.wall_ms, cpu / cost.cpu_ms) for name, cost in ours.items()}
+
+
+def print_turns_report(report: Report) -> None:
+    heading = report_heading(report)
+    table = report_table(heading, caption=CAPTION)
+    table.add_column("model, contender", no_wrap=True)
+    add_number_columns(table, "wall", "cpu", "pages", "times wall", "times cpu")
+    for row in report["results"]:
+        table.add_row(f"{row['model']}, threads {row['threads']}, load {row['load']:.1f}")
+        for name, cost in row["costs"].items():
+            times = [f"{value:.2f}" for value in row["times"].get(name, ())]
+            table.add_row(f"  {name}", *cost_cells(cost), *times)
+    Console().print(table)
+
+
+def cost_cells(cost: Row) -> list[str]:
+    return [f"{cost['wall_ms']:.1f}", f"{cost['cpu_ms']:.1f}", f"{cost['pages']:.0f}"]
