@@ -63,7 +63,7 @@ def dynamic_context_has_heads(c: ConfigOnRanks) -> bool:
     "what groups send is of dynamic context",
     (SENDING, SIZES),
     why="with fixed sizes there are no groups to plan",
-    fix='leave it out (--parallel.context_sending "")',
+    fix='set parallel.context_sending to ""',
 )
 def what_groups_send_is_of_dynamic_context(c: ConfigOnRanks) -> bool:
     return is_dynamic(c) or not c.parallel.context_sending
@@ -74,7 +74,7 @@ def what_groups_send_is_of_dynamic_context(c: ConfigOnRanks) -> bool:
     (SENDING,),
     says="<parallel.context_sending>: expected numbers of keys, at least 0, for groups of 2, 4, ... ranks, or one for "
     "all",
-    fix='leave it out to measure (--parallel.context_sending "")',
+    fix='set parallel.context_sending to "", so that it is measured',
 )
 def what_groups_send_can_be_read(c: ConfigOnRanks) -> bool:
     sending = c.parallel.context_sending

@@ -130,7 +130,7 @@ def attention_seconds(mechanism: ContextMechanism, inputs: list[Tensor], begins_
     join = mechanism.heads_joiner(Region("swap"))
 
     def forward_and_backward() -> None:
-        by_head = mechanism.attend(q, k, v, scale, 0, None, begins_BS, None)
+        by_head = mechanism.attend(q, k, v, scale, 0, None, begins_BS)
         y = join(by_head)
         dy = torch.ones_like(y)
         torch.autograd.grad(y, inputs, dy)

@@ -126,7 +126,7 @@ def expert_mlp_gluon(
         return expert_mlp.reference(*inputs, holes, parts)
     if parts.are_frozen:
         return adapted_mlp(*inputs, parts)
-    if has_few_rows(source_ND):
+    if not torch.is_grad_enabled() and has_few_rows(source_ND):
         return run_few_rows(*inputs)
     return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
 

@@ -20,8 +20,8 @@ def device_has_kernels(device: torch.device) -> bool:
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Whether rows (..., D) are few, in bf16 on a GPU, and no gradient will be asked for."""
-    if torch.is_grad_enabled() or not x.is_cuda or x.dtype != torch.bfloat16:
+    """Whether rows (..., D), of which no gradient will be asked for, are few, in bf16 on a GPU."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     rows = x.numel() // max(1, x.shape[-1])
     return 0 < rows <= MOST_ROWS and device_has_kernels(x.device)

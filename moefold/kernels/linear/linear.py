@@ -119,7 +119,8 @@ def low_rank_product(x: Tensor, adapter: tuple[Tensor, Tensor, float], products:
 
 @linear.register_fast("fused_dgrad")
 def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
-    if recipe is PLAIN and not any(adapters) and has_few_rows(x):
+    is_plain = recipe is PLAIN and not any(adapters)
+    if is_plain and not torch.is_grad_enabled() and has_few_rows(x):
         return multiply_few_rows(x, layers)
     return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS, adapters=adapters)
 

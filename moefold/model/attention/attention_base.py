@@ -105,8 +105,13 @@ class AttentionBase(DeclaringModule):
         begins_BS = shard.begins_BS
         sinks = self.sinks
         watch = self.logit_watch if self.training else None
-        attend = self.attend_over[shard.cp.size]
-        y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS, watch)
+        ranks = shard.cp.size
+        attend = self.attend_over[ranks]
+        if watch is not None and ranks == 1:
+            watch.note(q, k, scale, window, begins_BS)
+        elif watch is not None:
+            attend = partial(attend, watch=watch)  # to note logits where queries meet the keys of other ranks
+        y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS)
         y_CN = y_BSN.flatten(0, 1)
         project = self.out
         summand_CD = self.out_region(project, y_CN)
@@ -153,9 +158,9 @@ def key_and_value(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return key, rest[0] if rest else None
 
 
-def attend_and_join(attend: Attend, join_heads: JoinHeads, *inputs: Any) -> Tensor:
+def attend_and_join(attend: Attend, join_heads: JoinHeads, *inputs: Any, **noted: Any) -> Tensor:
     """(B, S, N): the results of this rank's positions, their heads joined."""
-    y_BShV = attend(*inputs)
+    y_BShV = attend(*inputs, **noted)
     return join_heads(y_BShV)
 
 

@@ -35,8 +35,9 @@ from moefold.model.attention.logit_watch import LogitWatch
 from moefold.model.steps import Region
 from moefold.model.token_layout import order_by_position, zigzag_positions
 
-# q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS, watch of logits -> y
-Attend = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None, LogitWatch | None], Tensor]
+# q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS -> y; across ranks also with
+# a watch of logits
+Attend = Callable[..., Tensor]
 JoinHeads = Callable[[Tensor], Tensor]
 RankBlock = tuple[int, Tensor]  # a rank, its keys and values
 EarlyAndLate = tuple[int, int]  # a number for each of a rank's two chunks
@@ -66,10 +67,10 @@ class WholeHeads:
 
 
 def local_attention(kernels: BoundKernels) -> Attend:
-    """Attention to keys that are all here."""
+    """Attention to keys that are all here, behind an exchange."""
     attend = kernels[attention]
 
-    def note_and_attend(q, k, v, scale, window, sink_H, begins_BS, watch) -> Tensor:
+    def note_and_attend(q, k, v, scale, window, sink_H, begins_BS, watch=None) -> Tensor:
         if watch is not None:
             watch.note(q, k, scale, window, begins_BS)
         return attend(q, k, v, scale, window, sink_H, begins_BS)
@@ -84,7 +85,7 @@ def all_gather_context(kernels: BoundKernels, axes: ContextAxes) -> ContextMecha
     attend = local_attention(kernels)
     cp = axes.cp
 
-    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS, watch) -> Tensor:
+    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS, watch=None) -> Tensor:
         k_BSGD = gather_positions(k_BsGD, cp)
         v_BSGV = gather_positions(v_BsGV, cp)
         length = k_BSGD.shape[1]
@@ -179,7 +180,7 @@ class SwappedAttention:
     cp: Axis
     first: int
 
-    def attend(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS, watch) -> Tensor:
+    def attend(self, q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS, watch=None) -> Tensor:
         """All positions of the ranks, of this rank's share of the heads."""
         axis = self.axis
         heads = q_BsHD.shape[2]
@@ -289,7 +290,7 @@ class RingSetting(NamedTuple):
 def ring_attention(axis: Axis, kernels: BoundKernels) -> WholeHeads:
     """Attention over what goes round a ring of ranks."""
 
-    def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS, watch) -> Tensor:
+    def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS, watch=None) -> Tensor:
         setting = RingSetting(scale, window, axis, kernels, watch)
         begins_Bs = begins_from_chunks(begins_BS, axis)
         return RingAttention.apply(q, k, v, sink_H, begins_Bs, setting)  # pyright: ignore[reportReturnType]
@@ -499,6 +500,6 @@ def choose_context_mechanism(
 ) -> ContextMechanism:
     axes = world.context(size)
     if axes.cp.size == 1:
-        return WholeHeads(local_attention(kernels))
+        return WholeHeads(kernels[attention])
     make_mechanism = CONTEXT_MECHANISMS[name]
     return make_mechanism(kernels, axes)
