@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,7 @@ from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.model.steps import Carry
 from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.passage import Carries, Gradients, Passage
-from moefold.pipeline.strand_order import PieceKey, Strand, StrandPiece, issue_order
+from moefold.pipeline.strand_order import PieceKey, Strand, issue_order
 
 DeferredQueue = list[DeferredWork]
 
@@ -72,9 +73,11 @@ class StrandRunner:
     spans: SpanRecorder
     fillers: DeferredQueue
     under_way: dict[PieceKey, Ticket] = field(default_factory=dict[PieceKey, Ticket])
+    readers: Counter[PieceKey] = field(default_factory=Counter[PieceKey])  # pieces that have still to begin behind it
 
     def run(self, strands: Sequence[StrandWork]) -> None:
         pieces = tuple(strand.pieces for strand in strands)
+        self.readers = count_readers(pieces)
         for strand, number in issue_order(pieces):
             work = strands[strand]
             self.begin(strand, number, work)
@@ -85,7 +88,7 @@ class StrandRunner:
         returns."""
         piece = work.pieces[number]
         if piece.lane == "comm":
-            before = self.under_way_before(strand, piece)
+            before = [self.ticket_behind((strand, need)) for need in piece.needs]
             run = partial(run_on_comm_lane, work, number, before)
             self.under_way[strand, number] = self.lanes.send(run)
             return
@@ -94,10 +97,13 @@ class StrandRunner:
         inputs = work.take_inputs(number)
         work.run(number, inputs)
 
-    def under_way_before(self, strand: int, piece: StrandPiece) -> list[Ticket]:
-        """The pieces of the comm lane that a piece needs, as far as nobody has waited for them."""
-        keys = [(strand, need) for need in piece.needs]
-        return [self.under_way[key] for key in keys if key in self.under_way]
+    def ticket_behind(self, key: PieceKey) -> Ticket | None:
+        """The ticket of a piece, if nobody has waited for it. The last piece that needs it takes the ticket away, which
+        keeps results."""
+        self.readers[key] -= 1
+        if self.readers[key] == 0:
+            return self.under_way.pop(key, None)
+        return self.under_way.get(key)
 
     def await_piece(self, key: PieceKey) -> None:
         ticket = self.under_way.pop(key, None)
@@ -121,10 +127,20 @@ class StrandRunner:
             self.run_next_filler()
 
 
-def run_on_comm_lane(work: StrandWork, number: int, before: Sequence[Ticket]) -> object:
+def count_readers(strands: Sequence[Strand]) -> Counter[PieceKey]:
+    """How many pieces need each piece."""
+    readers = Counter[PieceKey]()
+    for number, strand in enumerate(strands):
+        for piece in strand:
+            readers.update((number, need) for need in piece.needs)
+    return readers
+
+
+def run_on_comm_lane(work: StrandWork, number: int, before: Sequence[Ticket | None]) -> object:
     """Run a piece behind those `before` it on the lane; if one of them has failed, its error is this one's too."""
     for ticket in before:
-        ticket.require_success()
+        if ticket is not None:
+            ticket.require_success()
     inputs = work.take_inputs(number)
     keep_for_this_stream(inputs)
     return work.run(number, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -315,3 +316,25 @@ def test_the_end_waits_for_all_travel():
     runs.run([calls(("comm", lambda: order.append("0"))), calls(("comm", lambda: order.append("1")))])
     assert order == ["0", "1"]
     assert not runs.under_way
+
+
+def test_results_of_travel_that_only_further_travel_needs_are_not_kept():
+    alive: list[bool] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def travel() -> torch.Tensor:
+        x = torch.zeros(2)
+        made.append(weakref.ref(x))
+        return x
+
+    def look() -> None:
+        alive.append(made[0]() is not None)
+
+    runner([])[0].run([calls(("comm", travel), ("comm", lambda: None), ("compute", look))])
+    assert alive == [False]
+
+
+def test_what_goes_wrong_in_travel_is_raised_behind_further_travel_too():
+    chain = calls(("comm", lambda: [][0]), ("comm", lambda: None), ("compute", lambda: None))
+    with pytest.raises(IndexError):
+        runner([])[0].run([chain])
