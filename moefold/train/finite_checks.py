@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from moefold.anatomy.row_chunks import CHUNKED_STEPS
 from moefold.dispatch.base import Rows
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.held_share import held_share_of
@@ -230,7 +231,7 @@ class FiniteChecks:
         again = inside_recompute()
         depth = depth_of_step(step)
         seen = (depth, step.spec.name, again)
-        microbatch = self.runs[seen]
+        microbatch = self.runs[seen] // self.runs_of_microbatch(step)
         self.runs[seen] += 1
         now = self.open
         now.step, now.order, now.looks = step, (microbatch, depth, index), 0
@@ -244,6 +245,11 @@ class FiniteChecks:
                         self.look_at_output(name, leaf, rows if name == "y_RD" else None)
         now.step = None
         return carry
+
+    def runs_of_microbatch(self, step: Step) -> int:
+        """How often a step runs for one microbatch: once, or for each of its row chunks."""
+        is_chunked = step.spec.name in CHUNKED_STEPS
+        return self.run.config.parallel.row_chunks if is_chunked else 1
 
     def look_at_output(self, name: str, leaf: Tensor, rows: Rows | None) -> None:
         """Look at an entry of the carry now, and at its gradient in backward."""

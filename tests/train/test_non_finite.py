@@ -58,6 +58,17 @@ def test_on_four_ranks_a_bad_value_is_traced_to_layer_expert_tensor_and_rank(lay
         assert place["value"] == ("Inf" if fault.startswith("inf") else "NaN")
 
 
+def test_a_bad_value_of_any_row_chunk_is_traced_to_its_step():
+    """An expert without rows in the first chunks has its bad value in a later one."""
+    faults = [f"nan output=experts layer=0 expert={expert} rank=1 step=1" for expert in (4, 6)]
+    layout = {"ep": 2, "row_chunks": 8}
+    for places in run_ranks(traced_faults, 4, layout, faults, ep=2):
+        for fault, place in zip(faults, places, strict=True):
+            assert place is not None
+            assert f" expert={place['expert']} " in fault
+            assert (place["step"], place["layer"], place["rank"]) == ("experts", 0, 1)
+
+
 @pytest.mark.parametrize("place", ["mean", "mean_square"])
 def test_bad_optimizer_state_is_named_and_not_the_weight_that_it_made(place: str):
     run = run_of("tiny", f"nan {place}=blocks.1.attention.out.weight rank=0 step=1")
