@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefold.anatomy.step_specs import Lane, StepSpec
-from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig
+from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.model.initialise import initialise_parameters
+from moefold.model.moe.row_chunks import in_row_chunks
 from moefold.model.steps import Carry, Step, run_step_sequence
 from moefold.pipeline.passage import Passage
 from moefold.pipeline.segments import Segments, one_segment, segments_for_pairing, segments_of_one_microbatch
@@ -220,6 +221,17 @@ def test_a_whole_model_cut_at_every_step_has_the_bits_of_one_that_is_not(latent:
                 assert torch.allclose(gradient, other[name], rtol=1e-12, atol=1e-14)
             else:
                 assert torch.equal(gradient, other[name]), name
+
+
+@pytest.mark.parametrize("cut", [one_segment, segments_of_one_microbatch, segments_for_pairing])
+def test_row_chunks_leave_nothing_in_the_carry_behind_their_layers(cut: Callable[[Sequence[Step]], Segments]):
+    model = transformer(MODEL, 8, BoundKernels(Facts("cpu", "fp32")), parallel=ParallelConfig(row_chunks=3))
+    rows = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
+    carry = model.begin(rows[:, :-1], rows[:, 1:])
+    steps = model.steps(model.stages[0])
+    whole = run_step_sequence(steps, carry)
+    passage = Passage(cut(in_row_chunks(steps, 3)))
+    assert set(passage.forward(carry)) == set(whole)
 
 
 def test_a_cut_holds_no_tensor_between_forward_and_backward():

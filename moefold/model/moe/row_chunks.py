@@ -97,12 +97,15 @@ def run_chunk(run: StepRun, name: str, chunk: int, carry: Carry) -> Carry:
 
 def join_chunks(run: StepRun, chunks: int, carry: Carry) -> Carry:
     last = CHUNKED_STEPS[-1]
-    joined = drop_from_carry(carry, "h_TD")
     results: list[Carry] = []
+    entries: list[str] = []
     for chunk in range(chunks):
         entry = entry_of(last, chunk)
-        result = joined.pop(entry)
-        results.append(result)
+        results.append(carry[entry])
+        # Where steps run as a graph, the carry of the first chunk comes with what `plan` has made for the others.
+        planned = entry_of("plan", chunk)
+        entries += entry, planned
+    joined = drop_from_carry(carry, "h_TD", *entries)
     combined = first_of(results[0], COMBINED)
     parts = [result[combined] for result in results]
     joined[combined] = torch.cat(parts)
