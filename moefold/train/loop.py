@@ -153,7 +153,8 @@ def weights_of_start(start: RunStart, config: Config, world: World, out: Path, s
 
 def keep_measured(config: Config, world: World, out: Path, say: Printer) -> Config:
     """The configuration with what the run in this folder chose or measured on the same layout, where it is not set:
-    another measurement could choose another dispatcher or other groups, which add in another order."""
+    another measurement could choose another dispatcher or other groups, which add in another order. On other ranks,
+    whose groups have other sizes, what groups send is measured anew."""
     parallel = config.parallel
     saved = run_on_rank_zero(partial(saved_parallel_settings, out), world, out)
     kept: dict[str, Any] = {}
@@ -163,6 +164,9 @@ def keep_measured(config: Config, world: World, out: Path, say: Printer) -> Conf
             value = tuple(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         if getattr(parallel, name) == unset and value != unset:
             kept[name] = value
+    groups = context_shape(config, world.dp_cp.size).sizes[1:]
+    if len(kept.get("context_sending", groups)) != len(groups):
+        del kept["context_sending"]
     layout = asdict(parallel)
     if any(layout.get(key) != value for key, value in saved.items()):
         return config

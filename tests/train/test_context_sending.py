@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config
-from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.layout.axes import World, create_world
 from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
 from moefold.observe.printer import print_nothing
 from moefold.train.assemble import Run, assemble_run, choose_kernels
@@ -72,16 +74,34 @@ def test_a_run_that_is_told_what_was_measured_has_the_same_groups():
         assert own == told
 
 
-def test_a_resumed_run_keeps_what_was_measured_on_its_layout(tmp_path: Path):
+def kept_on_resume(world: World, out: Path, saved: tuple[str, ...], **changes: Any) -> tuple[str, ...]:
+    """What a run takes from a folder with the settings of another, of which it changes some."""
     config = packed(RANKS, cp=2)
-    here = replace(config, parallel=replace(config.parallel, context_sizes="dynamic"))
-    saved = replace(here, parallel=replace(here.parallel, context_sending=("1.5e+03", "20")))
-    (tmp_path / "config.yaml").write_text(config_as_yaml(saved))
+    before = replace(config.parallel, context_sizes="dynamic")
+    settings = config_as_yaml(replace(config, parallel=replace(before, context_sending=saved)))
+    run_on_rank_zero(partial((out / "config.yaml").write_text, settings), world, out)
+    changed = replace(config, parallel=replace(before, **changes))
+    here = create_world(world.rank, world.size, world.device, changed.parallel)
+    return keep_measured(changed, here, out, print_nothing).parallel.context_sending
 
-    def kept(**changes: Any) -> tuple[str, ...]:
-        changed = replace(here, parallel=replace(here.parallel, **changes))
-        return keep_measured(changed, single_rank_world(), tmp_path, print_nothing).parallel.context_sending
 
-    assert kept() == ("1.5e+03", "20")
-    assert kept(context_sending=("0",)) == ("0",), "set by the user"
-    assert kept(cp=4) == (), "another layout"
+def kept_in_cases(world: World, out: Path) -> dict[str, tuple[str, ...]]:
+    keys = ("1.5e+03", "20")
+    return {
+        "the same": kept_on_resume(world, out, keys),
+        "set by the user": kept_on_resume(world, out, keys, context_sending=("0",)),
+        "another layout": kept_on_resume(world, out, keys, cp=4),
+        "fewer ranks before": kept_on_resume(world, out, keys[:1]),
+        "more ranks before": kept_on_resume(world, out, (*keys, "10")),
+    }
+
+
+def test_a_resumed_run_keeps_what_was_measured_on_its_layout_and_ranks(tmp_path: Path):
+    expected = {
+        "the same": ("1.5e+03", "20"),
+        "set by the user": ("0",),
+        "another layout": (),
+        "fewer ranks before": (),
+        "more ranks before": (),
+    }
+    assert run_ranks(kept_in_cases, RANKS, tmp_path) == [expected] * RANKS
