@@ -149,6 +149,11 @@ def micro_kernels() -> Iterator[tuple[str, str]]:
     yield "micro NVFP4, back", compile_for_hopper(nv.dequantise_nv_kernel, types, constants, fewer_warps)
     gathered = ROWS_IN_BLOCKS | {"TILE_M": 256, "TILE_N": NV_BLOCK, "BLOCK": NV_BLOCK}
     yield "micro Hadamard", compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, gathered, fewer_warps)
+    of_one = gathered | {"M": 1}  # which a launch makes a constant of
+    yield (
+        "micro Hadamard, one line",
+        compile_for_hopper(hadamard_triton.hadamard_kernel, MICRO_TYPES, of_one, fewer_warps),
+    )
     types = {"x_LN": "*bf16", "maxima_L": FP32}
     yield "micro maxima", compile_for_hopper(line_maxima_triton.line_maxima_kernel, types, {"SPAN": 4096}, options)
     types = {"x_LN": "*bf16", "factor_L": FP32, "out_LN": "*bf16"}
@@ -174,6 +179,12 @@ def payload_kernels() -> Iterator[tuple[str, str]]:
             ("payloads to channels", module.payloads_to_channels_kernel, {}),
         ):
             yield f"{about}, {format.name}", compile_for_hopper(kernel, types, constants, options | further)
+    one_row = constants | {"N": 1}  # which a launch makes a constant of
+    yield "channels to payload, one row", compile_for_hopper(module.channels_to_payload_kernel, types, one_row, options)
+    yield (
+        "payloads to channels, one row",
+        compile_for_hopper(module.payloads_to_channels_kernel, types, one_row, options),
+    )
 
 
 STORED = {"fp8": (FP8, "*u8"), "nf4": ("*u8", "*bf16"), "nf4_double": ("*u8", "*u8"), "mxfp4": ("*u8", "*u8")}

@@ -25,7 +25,7 @@ LONGEST_LINE = 128  # of a tile
 @triton.jit
 def matrix_and_lines(M, TILE_M: constexpr):
     """The matrix of this program, and its lines there."""
-    tiles = tl.cdiv(M, TILE_M).to(tl.uint32)
+    tiles = tl.cast(tl.cdiv(M, TILE_M), tl.uint32)  # one line is a plain number here
     number = tl.program_id(0).to(tl.uint32)  # a division of unsigned numbers takes fewer instructions
     a = (number // tiles).to(tl.int64)
     first = ((number % tiles) * TILE_M).to(tl.int32)

@@ -159,7 +159,8 @@ def group_tile(
     d = program_block(1, CHANNELS)
     inside = tile_mask(n < N, d < D)
     at = n.to(tl.int64)[:, None] * D + d[None, :]
-    scale_at = N.to(tl.int64) * D + (tl.program_id(0).to(tl.int64) * D + d) * BYTES
+    values = tl.cast(N, tl.int64) * D  # one row is a plain number here
+    scale_at = values + (tl.program_id(0).to(tl.int64) * D + d) * BYTES
     return n, d, inside, at, scale_at
 
 
