@@ -1,6 +1,6 @@
 """Frozen weights that lie on the host: a parameter has memory on its device only while a step uses it.
 
-memory/host_experts.py fetches them; precision/base_blocks.py makes those that are in blocks. A weight in its own
+memory/host_experts.py makes and fetches them. A weight in its own
 precision is saved, loaded and compared by its host memory, as its held share (layout/held_share.py).
 """
 

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from moefold.anatomy.row_chunks import CHUNKED_STEPS
 from moefold.dispatch.base import Rows
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_blocks import held_blocks_of
 from moefold.layout.held_share import held_share_of
-from moefold.layout.host_copies import host_copies_of
 from moefold.layout.weight_copies import keeps_values
 from moefold.model.steps import Carry, Step, StepRewrite, Steps, inside_recompute
 from moefold.optim.optimizer import MAIN_KIND
@@ -34,6 +34,7 @@ from moefold.train.assemble import Run
 
 STATE, FORWARD, BACKWARD, SUMS = range(4)
 BEHIND_ALL_LAYERS = 1 << 20
+DEQUANTISED_TOGETHER = 1 << 24  # values of a weight in blocks
 UNDEFINED_ROWS = ("rows", "receipt")  # of the carry: rows behind the last expert's have any values
 PlaceOrder = tuple[int, ...]
 
@@ -115,14 +116,16 @@ def bad_state(run: Run) -> BadPlace | None:
             found.append(place_in_parameter(order, rank, kind, parameter, first + element, value))
     run.parameters.await_all_buckets()
     for number, parameter in enumerate(declared_parameters(run.model)):
-        tensor = weight_on_host(parameter.tensor)
-        element = first_bad(tensor) if keeps_values(tensor) else None
-        if element is not None:
+        for first, values in values_at_rest(parameter.tensor):
+            element = first_bad(values)
+            if element is None:
+                continue
             windows = owned.get(parameter.name, [])
-            is_foreign = not any(element in window for window in windows)
+            is_foreign = not any(first + element in window for window in windows)
             order = (STATE, 2, int(is_foreign), number)
-            value = name_of_value(tensor, element)
-            found.append(place_in_parameter(order, rank, "weight", parameter, element, value))
+            value = name_of_value(values, element)
+            found.append(place_in_parameter(order, rank, "weight", parameter, first + element, value))
+            break
     found += bad_shares(run)
     for number, (name, buffer) in enumerate(run.model.named_buffers()):
         element = first_bad(buffer) if buffer.is_floating_point() else None
@@ -132,13 +135,24 @@ def bad_state(run: Run) -> BadPlace | None:
     return min(found, key=lambda place: place.order, default=None)
 
 
-def weight_on_host(parameter: Tensor) -> Tensor:
-    """The values of a frozen weight where they lie for good; the parameter itself where that is its device."""
+def values_at_rest(parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The values that this rank has of a weight between steps, with the number of the first: what blocks stand for is
+    dequantised some rows at a time. Nothing of weights that are trained in shares (`bad_shares`)."""
     share = held_share_of(parameter)
-    if share is None or not host_copies_of(parameter):
-        return parameter
-    assert isinstance(share.values, Tensor)
-    return share.values
+    if share is not None and not parameter.requires_grad:
+        first, held = share
+    elif share is None and (keeps_values(parameter) or held_blocks_of(parameter)):
+        first, held = 0, held_blocks_of(parameter) or parameter
+    else:
+        return
+    if isinstance(held, Tensor):
+        yield first, held
+        return
+    rows = held.view((-1, held.width))
+    step = max(1, DEQUANTISED_TOGETHER // held.width) * held.width
+    for begin in range(0, held.numel(), step):
+        end = min(begin + step, held.numel())
+        yield first + begin, rows.elements(slice(begin, end)).dequantised()
 
 
 def bad_shares(run: Run) -> Iterator[BadPlace]:
