@@ -5,8 +5,9 @@ device.
     own       bits of its own share behind the update before, which nothing has written since: the same as held
 
 They are taken every few steps. So a bit that has flipped in any step is seen, though gathers of updated shares have
-overwritten it since; and a rank whose own share has changed is known without its replicas. Weights that are stored in
-FP8 alone have no checksum.
+overwritten it since; and a rank whose own share has changed is known without its replicas. Nothing writes frozen
+weights, so a flipped bit stays: they are added up when the first step begins, and when they are compared. Weights that
+are stored in FP8 alone have no checksum.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.held_blocks import held_blocks_of
+from moefold.layout.held_share import HeldShare, held_share_of
 from moefold.layout.weight_copies import keeps_values
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import ShardedWeights
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 HeldPart = tuple[Any, ...]  # which weights: the same for all replicas
 
 
@@ -48,7 +52,8 @@ Checksums = dict[HeldPart, Checksum]
 class WeightChecksums:
     """Sums over steps of the bits of a rank's weights, a number for each share of each bucket."""
 
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device):
+    def __init__(self, buckets: Sequence[Bucket], model: nn.Module, device: torch.device):
+        self.frozen = FrozenChecksums(model, device)
         self.buckets = [bucket for bucket in buckets if bucket_weights(bucket) is not None]
         shares = [shares_held(bucket) for bucket in self.buckets]
         held = torch.zeros(sum(shares), dtype=torch.int64, device=device)
@@ -63,6 +68,7 @@ class WeightChecksums:
         """Note the weights with which the first step begins. All of them must have been gathered."""
         if not self.has_begun:
             self.note_update()
+            self.frozen.begin()
             self.has_begun = True
 
     @torch.no_grad()
@@ -84,7 +90,7 @@ class WeightChecksums:
 
     def take(self) -> Checksums:
         """What has added up, which begins anew. Waits for the device."""
-        taken: Checksums = {}
+        taken = self.frozen.take()
         owns: list[int] = self.own.tolist()
         for bucket, held_S, own in zip(self.buckets, self.held, owns, strict=True):
             for share, held in enumerate(held_S.tolist()):
@@ -93,6 +99,43 @@ class WeightChecksums:
             held_S.zero_()
         self.own.zero_()
         return taken
+
+
+class FrozenChecksums:
+    """Sums of the bits of frozen weights, whole or in shares: as they were at first, and as they are."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.device = device
+        self.held: dict[HeldPart, tuple[Tensor, ...]] = {}
+        for parameter in declared_parameters(model):
+            if not parameter.tensor.requires_grad:
+                first, held = frozen_values(parameter)
+                part = tuple(parameter.part)
+                tensors = (held,) if isinstance(held, Tensor) else held.tensors()
+                self.held[parameter.name, part, first, held.numel()] = tensors
+        self.begun: dict[HeldPart, int] = {}
+
+    def begin(self) -> None:
+        self.begun = self.sums()
+
+    def take(self) -> Checksums:
+        """The rank that holds a frozen weight knows what it should be."""
+        return {part: Checksum(held, self.begun.get(part)) for part, held in self.sums().items()}
+
+    @torch.no_grad()
+    def sums(self) -> dict[HeldPart, int]:
+        total = torch.zeros(len(self.held), dtype=torch.int64, device=self.device)
+        for number, tensors in enumerate(self.held.values()):
+            for tensor in tensors:
+                total[number] += sum_of_bits(tensor.detach().reshape(1, -1))[0].to(self.device)
+        return dict(zip(self.held, total.tolist(), strict=True))
+
+
+def frozen_values(parameter: DeclaredParameter) -> HeldShare:
+    """What this rank holds of a frozen weight."""
+    weight = parameter.tensor
+    whole = HeldShare(0, held_blocks_of(weight) or weight)
+    return held_share_of(weight) or whole
 
 
 def bucket_weights(bucket: Bucket) -> Tensor | None:

@@ -200,7 +200,7 @@ def assemble_run(
         spikes=spikes,
         reference=make_reference(config, reading),
         row_guard=make_row_guard(model, loss_scale, judges, world),
-        checksums=WeightChecksums(shared.buckets, world.device) if config.observe.compare_every else None,
+        checksums=WeightChecksums(shared.buckets, model, world.device) if config.observe.compare_every else None,
     )
 
 

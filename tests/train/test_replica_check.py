@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 
-from moefold.layout.axes import World
+from moefold.config.run import Config, ShardConfig
+from moefold.layout.axes import World, create_world
+from moefold.layout.held_share import held_share_of
 from moefold.observe.metrics import read_records
 from moefold.shard.weight_checksums import Checksum
-from moefold.train.replica_check import compare_replicas, find_odd_ranks
+from moefold.train.replica_check import ReplicasDiffer, compare_replicas, find_odd_ranks
 from moefold.train.step import take_next_step
 from tests.support.damaged_runs import damaged_config, damaged_run, found_flips, is_named
 from tests.support.launched import launched, small_ranks
 from tests.support.ranks import run_ranks
+from tests.train.test_lora_runs import LORA, config_of
 
 FLIPS = [
     "flip weight=blocks.0.attention.query.weight bit=3 rank=2 step=2",
@@ -74,6 +80,34 @@ def test_of_two_replicas_and_of_one_the_rank_of_a_flipped_bit_is_named(layout: d
     for records in run_ranks(found_flips, 2, faults, 3, layout, **layout):
         for fault, record in zip(faults, records, strict=True):
             assert is_named(fault, 3, record), (fault, record)
+
+
+def ranks_of_a_damaged_base(world: World, config: Config) -> list[int] | None:
+    """The ranks that are named when a bit of the base has flipped on the first rank; none before it has."""
+    here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
+    run = damaged_run(here, config)
+    take_next_step(run)
+    compare_replicas(run)
+    if world.rank == 0:
+        parameter = run.model.get_parameter("blocks.1.moe.experts.down")
+        share = held_share_of(parameter)
+        held = parameter.data if share is None else share.values
+        first = held if isinstance(held, torch.Tensor) else held.tensors()[0]
+        first.view(torch.uint8).view(-1)[7] ^= 4
+    take_next_step(run)
+    try:
+        compare_replicas(run)
+    except ReplicasDiffer as stopped:
+        return stopped.record["ranks"]
+    return None
+
+
+@pytest.mark.parametrize(("mode", "base"), [("zero1", "plain"), ("zero3", "plain"), ("zero3", "nf4")])
+def test_the_rank_of_a_flipped_bit_of_a_frozen_base_is_named(mode: Literal["zero1", "zero3"], base: Any):
+    config = config_of("tiny", 2, replace(LORA, base=base), shard=ShardConfig(mode))
+    train = replace(config.train, precision="fp32")
+    config = replace(config, train=train, observe=replace(config.observe, compare_every=1))
+    assert run_ranks(ranks_of_a_damaged_base, 2, config) == [[0], [0]]
 
 
 def test_a_run_stops_before_it_saves_weights_of_replicas_that_differ(tmp_path: Path):
