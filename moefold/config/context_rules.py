@@ -74,7 +74,7 @@ def what_groups_send_is_of_dynamic_context(c: ConfigOnRanks) -> bool:
     (SENDING,),
     says="<parallel.context_sending>: expected numbers of keys, at least 0, for groups of 2, 4, ... ranks, or one for "
     "all",
-    fix='set parallel.context_sending to "", so that it is measured',
+    fix='set parallel.context_sending to ""',
 )
 def what_groups_send_can_be_read(c: ConfigOnRanks) -> bool:
     sending = c.parallel.context_sending
