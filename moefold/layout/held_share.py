@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moefold.layout.held_blocks import Held
+from moefold.layout.held_blocks import Held, held_blocks_of
 
 
 class HeldShare(NamedTuple):
@@ -33,3 +33,9 @@ def detach_held_share(parameter: Tensor) -> None:
 def held_share_of(parameter: Tensor) -> HeldShare | None:
     """The share that stands for the parameter; None where the parameter is held whole."""
     return getattr(parameter, "held_share", None)
+
+
+def held_values_of(parameter: Tensor) -> HeldShare:
+    """What this rank holds of its part of a parameter: the share, or all of it, in blocks or as values."""
+    whole = HeldShare(0, held_blocks_of(parameter) or parameter)
+    return held_share_of(parameter) or whole

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moefold.layout.declare import DeclaredParameter, declared_parameters
-from moefold.layout.held_blocks import held_blocks_of
-from moefold.layout.held_share import HeldShare, held_share_of
+from moefold.layout.declare import declared_parameters
+from moefold.layout.held_share import held_values_of
 from moefold.layout.weight_copies import keeps_values
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import ShardedWeights
@@ -109,7 +108,7 @@ class FrozenChecksums:
         self.held: dict[HeldPart, tuple[Tensor, ...]] = {}
         for parameter in declared_parameters(model):
             if not parameter.tensor.requires_grad:
-                first, held = frozen_values(parameter)
+                first, held = held_values_of(parameter.tensor)
                 part = tuple(parameter.part)
                 tensors = (held,) if isinstance(held, Tensor) else held.tensors()
                 self.held[parameter.name, part, first, held.numel()] = tensors
@@ -129,13 +128,6 @@ class FrozenChecksums:
             for tensor in tensors:
                 total[number] += sum_of_bits(tensor.detach().reshape(1, -1))[0].to(self.device)
         return dict(zip(self.held, total.tolist(), strict=True))
-
-
-def frozen_values(parameter: DeclaredParameter) -> HeldShare:
-    """What this rank holds of a frozen weight."""
-    weight = parameter.tensor
-    whole = HeldShare(0, held_blocks_of(weight) or weight)
-    return held_share_of(weight) or whole
 
 
 def bucket_weights(bucket: Bucket) -> Tensor | None:

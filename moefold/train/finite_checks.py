@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from moefold.anatomy.row_chunks import CHUNKED_STEPS
 from moefold.dispatch.base import Rows
 from moefold.layout.declare import DeclaredParameter, declared_parameters
-from moefold.layout.held_blocks import held_blocks_of
-from moefold.layout.held_share import held_share_of
+from moefold.layout.held_share import held_share_of, held_values_of
 from moefold.layout.weight_copies import keeps_values
 from moefold.model.steps import Carry, Step, StepRewrite, Steps, inside_recompute
 from moefold.optim.optimizer import MAIN_KIND
@@ -138,12 +137,10 @@ def bad_state(run: Run) -> BadPlace | None:
 def values_at_rest(parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The values that this rank has of a weight between steps, with the number of the first: what blocks stand for is
     dequantised some rows at a time. Nothing of weights that are trained in shares (`bad_shares`)."""
-    share = held_share_of(parameter)
-    if share is not None and not parameter.requires_grad:
-        first, held = share
-    elif share is None and (keeps_values(parameter) or held_blocks_of(parameter)):
-        first, held = 0, held_blocks_of(parameter) or parameter
-    else:
+    first, held = held_values_of(parameter)
+    has_nothing = held is parameter and not keeps_values(parameter)
+    is_trained_share = held_share_of(parameter) is not None and parameter.requires_grad
+    if has_nothing or is_trained_share:
         return
     if isinstance(held, Tensor):
         yield first, held
