@@ -64,6 +64,11 @@ def peak_device_gib(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / GIB
 
 
+def held_device_gib(device: str) -> float:
+    """GiB of device memory that torch's allocator has taken; 0 on a CPU."""
+    return torch.cuda.memory_reserved() / GIB if device == "cuda" else 0.0
+
+
 def first_line_of(error: Exception) -> str:
     first_line, *_ = str(error).splitlines()
     return first_line

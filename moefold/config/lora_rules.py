@@ -137,13 +137,16 @@ def base_in_blocks_has_plain_products(c: ConfigOnRanks) -> bool:
 
 
 @LORA_RULES.rule(
-    "a base in blocks is in no whole graph",
-    (BASE, "memory.graphs"),
-    why="the host reads how many rows each expert has, to dequantise those that have some",
+    "a base in blocks is in whole graphs of a GPU alone",
+    (BASE, "memory.graphs", "train.device"),
+    why="steps are captured whole, on a GPU; elsewhere the host reads how many rows each expert has, to dequantise "
+    "those that have some",
     fix="set memory.graphs to none",
 )
-def base_in_blocks_is_in_no_graph(c: ConfigOnRanks) -> bool:
-    return not has_blocks(c) or c.memory.graphs == "none"
+def base_in_blocks_is_in_whole_graphs_of_a_gpu(c: ConfigOnRanks) -> bool:
+    graphs = c.memory.graphs
+    is_captured = graphs == "whole" and c.train.device != "cpu"
+    return not has_blocks(c) or graphs == "none" or is_captured
 
 
 @LORA_RULES.rule(

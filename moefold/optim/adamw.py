@@ -144,7 +144,7 @@ class AdamW:
 
     def update_on_host(self, share: BucketShare, numbers: UpdateNumbers) -> None:
         """Update on the CPU: gradients come from the device chunk by chunk, the next while one is used, and weights go
-        back. Waits for the device."""
+        back. Weights that are main weights themselves come too. Waits for the device."""
         main, weights = operands_in_parts(share)
         scale = numbers.scale.cpu()
         if not scale.isfinite():
@@ -170,8 +170,12 @@ class AdamW:
             if beside is not None:
                 # torch's pinned memory: the allocator knows of copies under way when it is freed
                 rounded = torch.empty_like(beside, device="cpu", pin_memory=beside.is_cuda)
-            operands = (main[window], g, mean.codes, square.codes, rounded)
+            part = main[window]
+            held = ToHost(part).read()
+            operands = (held, g, mean.codes, square.codes, rounded)
             adamw_fused(*operands, scale, scalars, numbers.options)
+            if held is not part:
+                part.copy_(held, non_blocking=True)
             if beside is not None and rounded is not None:
                 beside.copy_(rounded, non_blocking=True)
 

@@ -90,8 +90,8 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "a base in blocks has plain products": [
         ("--lora.rank=4 --lora.base=nf4 --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
     ],
-    "a base in blocks is in no whole graph": [
-        ("--lora.rank=4 --lora.base=fp8 --memory.graphs=whole", 1, "lora.base = fp8, memory.graphs = whole"),
+    "a base in blocks is in whole graphs of a GPU alone": [
+        ("--lora.rank=4 --lora.base=fp8 --memory.graphs=static", 1, "lora.base = fp8, memory.graphs = static"),
     ],
     "a base in blocks is not invariant": [
         ("--lora.rank=4 --lora.base=mxfp4 --kernels.invariant=true", 1, "kernels.invariant = true"),

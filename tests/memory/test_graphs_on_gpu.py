@@ -53,6 +53,7 @@ def test_200_replays_with_other_batches_routing_and_learning_rates_have_the_bits
     assert differing(eager, graphed) == []
 
 
+ADAPTERS = "--lora.rank 16 --model.moe.balance.bias_rate 0"
 VARIANTS = {
     "documents": "--data.attend document",
     "jitter and biases": "--model.moe.router.jitter 0.1 --model.moe.balance.bias_rate 0.01",
@@ -68,6 +69,8 @@ VARIANTS = {
     "NVFP4": "--precision.recipe nvfp4 --precision.exclude_last 0",
     "delayed scales": "--precision.recipe fp8_row --precision.scaling delayed --precision.history 3",
     "weights stored in FP8": "--precision.recipe fp8_block --precision.storage fp8",
+    "adapters": f"{ADAPTERS} --lora.base plain",
+    "adapters beside NF4, layers recomputed": f"{ADAPTERS} --lora.base nf4 --memory.recompute layer",
 }
 
 
