@@ -159,7 +159,8 @@ def compute_with_late_weights(world: World, preset: str, lora: LoraConfig) -> tu
     for module in run.model.modules():
         if isinstance(module, Experts):
             read = publisher.awaited_buckets(module.parameters())
-            module.expert_mlp = partial(begin_kernel, module.expert_mlp, read)
+            observed = partial(begin_kernel, module.expert_mlp, read)
+            module.expert_mlp = observed  # pyright: ignore[reportAttributeAccessIssue]
     return torch.equal(USES["forward"](run.model), expected), len(publisher.under_way), len(left)
 
 
