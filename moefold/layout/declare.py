@@ -141,6 +141,11 @@ class DeclaringModule(nn.Module):
             parameter.untyped_storage().resize_(0)
         return parameter
 
+    def parameters_read(self) -> Iterator[nn.Parameter]:
+        """What a call of the module reads, but for what calls of its parts read: the call waits until it is here."""
+        yield from self.parameters(recurse=False)
+        yield from self.borrowed
+
 
 @dataclass(frozen=True)
 class DeclaredParameter:

@@ -5,7 +5,7 @@ The model's classes create them; `use_recipe` sets the number format of their op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -82,6 +82,10 @@ class Linear(DeclaringModule):
         declaration = self.declared["weight"]
         return PlacedWeight(declaration, self.world)
 
+    def parameters_read(self) -> Iterator[nn.Parameter]:
+        """The adapter's too, whose matrices a product reads without a call of the adapter."""
+        return self.parameters()
+
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
         bound = kernels.with_facts(recipe=recipe.name)
         self.recipe = recipe
@@ -135,10 +139,10 @@ class LinearGroup(DeclaringModule):
     def __init__(self, world: World, *layers: Linear):
         super().__init__(world)
         self.layers = layers  # a tuple, so that torch does not register them here
-        borrowed: list[nn.Parameter] = []
-        for layer in layers:
-            borrowed += layer.parameters()
-        self.borrowed = tuple(borrowed)
+
+    def parameters_read(self) -> Iterator[nn.Parameter]:
+        for layer in self.layers:
+            yield from layer.parameters_read()
 
     @property
     def share_recipe(self) -> bool:

@@ -69,9 +69,8 @@ class GatheredUnits(UnitWindow):
 
     def attach_module(self, module: DeclaringModule, unit_of: dict[int, str]) -> None:
         """Let calls of the module gather the units of the parameters that it reads."""
-        own = module.parameters(recurse=False)
-        used = (*own, *module.borrowed)
-        units = frozenset(unit_of[id(parameter)] for parameter in used)
+        read = module.parameters_read()
+        units = frozenset(unit_of[id(parameter)] for parameter in read)
         if units:
             self.attach_units(module, units)
 

@@ -61,9 +61,8 @@ class Publisher:
 
     def attach_module(self, module: DeclaringModule) -> None:
         """Let calls of the module wait for the parameters that it reads. Frozen ones are in no bucket."""
-        own = module.parameters(recurse=False)
-        used = (*own, *module.borrowed)
-        in_order = self.awaited_buckets(used)
+        read = module.parameters_read()
+        in_order = self.awaited_buckets(read)
         if in_order:
             hook = partial(self.await_buckets, in_order)
             module.register_forward_pre_hook(hook)

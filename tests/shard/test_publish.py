@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from moefold.comm import byte_counters
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
+from moefold.config.run import AttentionConfig, LoraConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.declare import declared_parameters
 from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
+from moefold.model.moe.experts import Experts
 from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import build_optimizer
 from moefold.shard.buckets import Bucket, fill_buckets
 from moefold.shard.publish import Publisher
-from moefold.train.assemble import default_dtype
+from moefold.train.assemble import assemble_run, default_dtype
+from moefold.train.parity import random_corpus
 from tests.support.models import transformer
 from tests.support.ranks import run_ranks
+from tests.train.test_lora_runs import LORA, ROUTED, config_of, random_adapters
 
 MODEL = ModelConfig(
     layers=2,
@@ -121,6 +128,46 @@ def use_late_weights(world: World, use: str) -> tuple[bool, int]:
 @pytest.mark.parametrize("use", USES)
 def test_no_weight_is_used_before_its_gather_is_complete(use: str):
     assert run_ranks(use_late_weights, 2, use) == [(True, 0), (True, 0)]
+
+
+RUNS = {
+    "latent attention, layers ahead": ("deepseek-v3", LoraConfig()),
+    "sinks and biases": ("gpt-oss-20b", LoraConfig()),
+    "latent experts": ("latent-30b-a3b", LoraConfig()),
+    "adapters": ("deepseek-v3", LORA),
+    "adapters of experts and the router": ("deepseek-v3", replace(LORA, targets=ROUTED)),
+    "adapters with magnitudes": ("deepseek-v3", replace(LORA, dora=True)),
+}
+
+
+@torch.no_grad()
+def compute_with_late_weights(world: World, preset: str, lora: LoraConfig) -> tuple[bool, int, int]:
+    """As above, and how many buckets of experts are late where their kernel begins, which may be a fused one."""
+    config = config_of(preset, world.size, lora=lora)
+    run = assemble_run(config, world, Path("."), corpus=random_corpus(config))
+    random_adapters(run)
+    publisher = run.parameters
+    assert isinstance(publisher, Publisher)
+    expected = USES["forward"](run.model)
+    late(publisher)
+    left: list[int] = []
+
+    def begin_kernel(kernel: Callable[..., torch.Tensor], read: list[int], *given: Any) -> torch.Tensor:
+        left.extend(number for number in read if number in publisher.under_way)
+        return kernel(*given)
+
+    for module in run.model.modules():
+        if isinstance(module, Experts):
+            read = publisher.awaited_buckets(module.parameters())
+            observed = partial(begin_kernel, module.expert_mlp, read)
+            module.expert_mlp = observed  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.equal(USES["forward"](run.model), expected), len(publisher.under_way), len(left)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_weight_of_a_run_is_used_before_its_gather_is_complete(name: str):
+    """Adapters among them, whose matrices products read without a call of the adapter."""
+    assert run_ranks(compute_with_late_weights, 2, *RUNS[name]) == [(True, 0, 0)] * 2
 
 
 def test_one_replica_waits_for_nothing():

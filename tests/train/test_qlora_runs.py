@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from moefold.cli.main import run_command_line
-from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig
+from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig, ShardConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.held_blocks import held_blocks_of
 from moefold.train.assemble import Run, assemble_run
@@ -114,10 +114,11 @@ def test_shares_of_blocks_go_on_from_whole_ones_and_back(tmp_path: Path):
     start = replace(START, model=model, lora=replace(LORA, base="nf4"), train=replace(START.train, precision="fp64"))
     layouts = [
         replace(start, shard=SHARDED, parallel=ParallelConfig(ep=2)),
-        replace(start, parallel=ParallelConfig(ep=2)),
-        replace(start, shard=SHARDED, parallel=ParallelConfig(ep=4)),
+        replace(start, parallel=ParallelConfig(cp=2)),
+        start,
+        replace(start, shard=ShardConfig("zero3", 2)),
     ]
-    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 0])[0]:
+    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 3, 0])[0]:
         assert not wrong
         assert worst <= 1e-9
 

@@ -6,7 +6,7 @@ first weight and its product have gate and up (e2FD, R2F), or without a gate up 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -115,6 +115,10 @@ class Experts(DeclaringModule):
             bias = self.declare_parameter(bias_name, e, *outputs, placement=over_inner, std=0.0)
             self.register_parameter(bias_name, bias)
             self.down_bias = self.declare_parameter("down_bias", e, d, placement=over_ep, std=0.0)
+
+    def parameters_read(self) -> Iterator[nn.Parameter]:
+        """Those of adapters too, whose matrices a fused kernel reads without a call of the adapters."""
+        return self.parameters()
 
     @property
     def first_weight(self) -> nn.Parameter:
