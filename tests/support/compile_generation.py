@@ -6,6 +6,7 @@ python -m tests.support.compile_generation
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from moefold.kernels.experts import few_rows_triton as few_experts
 from moefold.kernels.linear import few_rows_triton as few_rows
 from moefold.kernels.norm import rope_triton
 from moefold.kernels.routing import router_triton
-from tests.support.compile_quantise import compile_for_hopper
+from tests.support.compile_quantise import compile_for_hopper, compiled_kernel
 
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 ROOMS = {"q": BF16, "k": BF16, "v": BF16, "keys": BF16, "values": BF16, "position": INT64, "begin_B": INT64}
@@ -24,6 +25,11 @@ NO_SINKS = {"sink_H": None}
 HEADS = {"MAIN": 128, "REST": 0, "WIDTH": 128, "ALL": 128, "STEP": 64, "SHARED": False}
 LATENTS = {"MAIN": 512, "REST": 64, "WIDTH": 512, "ALL": 1024, "STEP": 32, "SHARED": True}
 DEFAULT = {"num_warps": 4}
+ROUTER_TYPES = {"logits_TE": FP32, "bias_E": FP32, "parts": FP32, "weights_TK": FP32, "ids_TK": INT64, "scale": "fp32"}
+ROUTER_RULE = {"SCORE": "softmax", "NORMALIZE": "chosen", "CHOSEN": 1, "PAIRS": False, "IMPOSED": False}
+LAYOUT = re.compile(r"^(#blocked\d*) = #ttg.blocked<(.*), order", re.M)
+SUM_OF_ROWS = re.compile(r"tensor<\d+x(\d+x)f32, (#blocked\d*)>\) -> tensor<\d+xf32, #ttg.slice<\{dim = 1")
+OF_COLUMNS = re.compile(r"\[\d+, (\d+)\]")
 
 
 def attention_kernels() -> Iterator[tuple[str, str]]:
@@ -78,7 +84,25 @@ def other_kernels() -> Iterator[tuple[str, str]]:
     yield "rotated heads", compile_for_hopper(rope_triton.norm_rope_kernel, types, constants, DEFAULT)
 
 
+def orders_of_sums(experts: int, length: int) -> set[tuple[str, ...]]:
+    """How the router's sums over a token's experts, and over its choices, lie in threads: values of a thread, threads
+    of a warp, warps."""
+    tile: dict[str, Any] = router_triton.topk_tile_shape(experts, 2, length)
+    options = {"num_warps": tile.pop("num_warps")}
+    constants = tile | ROUTER_RULE | {"K": 2, "GROUPS": 1, "PLACES": 1}
+    code = compiled_kernel(router_triton.router_topk_kernel, ROUTER_TYPES, constants, options).asm["ttgir"]
+    layouts = {name: OF_COLUMNS.findall(layout) for name, layout in LAYOUT.findall(code)}
+    return {(columns, *layouts[name]) for columns, name in SUM_OF_ROWS.findall(code)}
+
+
+def compare_orders_of_sums() -> None:
+    for experts in (8, 64, 256):
+        few, many = (orders_of_sums(experts, length) for length in (1, 4096))
+        print(f"sums over {experts} experts: {sorted(few)} of a token, {sorted(many)} of many")
+
+
 def main() -> None:
+    compare_orders_of_sums()
     for kernels in (attention_kernels, logit_kernels, product_kernels, other_kernels):
         for name, ptx in kernels():
             copies = ptx.count("cp.async.cg.shared.global") + ptx.count("cp.async.ca.shared.global")

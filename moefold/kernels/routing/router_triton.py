@@ -421,12 +421,17 @@ def place_rows_kernel(
     store_inside(weight_R + row, weight, real)
 
 
-def topk_tile_shape(experts: int, choices: int) -> dict[str, int]:
-    """Tokens and experts of a program, and places for a token's choices."""
+def topk_tile_shape(experts: int, choices: int, length: int) -> dict[str, int]:
+    """Tokens and experts of a program, and places for a token's choices. A thread has at least four scores, so that a
+    row lies in as many threads of few tokens as of many: its sums have the same order, and the same bits."""
     width = triton.next_power_of_2(experts)
-    tokens = max(1, 2048 // width)
+    least = max(1, 128 // width)
+    most = max(1, 2048 // width)
+    tokens = triton.next_power_of_2(length)
+    tokens = min(max(least, tokens), most)
+    warps = min(max(1, tokens * width // 128), 4)
     slots = triton.next_power_of_2(choices)
-    return {"TOKENS": tokens, "WIDTH": width, "SLOTS": slots}
+    return {"TOKENS": tokens, "WIDTH": width, "SLOTS": slots, "num_warps": warps}
 
 
 def launch_router_topk(
@@ -443,8 +448,8 @@ def launch_router_topk(
     ids_TK = imposed_TK
     if ids_TK is None:
         ids_TK = torch.empty_like(weights_TK, dtype=torch.int64)
-    tile = topk_tile_shape(experts, k)
     length = span.length
+    tile = topk_tile_shape(experts, k, length)
     sequences = span.sequences
     blocks = triton.cdiv(length, tile["TOKENS"])  # of a sequence
     sums = 2 * experts + 1
@@ -482,8 +487,8 @@ def launch_topk_backward(
     t, experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
     k = spec.k
-    tile = topk_tile_shape(experts, k)
     length = span.length
+    tile = topk_tile_shape(experts, k, length)
     blocks = triton.cdiv(length, tile["TOKENS"])
     if t:
         grid = (span.sequences * blocks,)
