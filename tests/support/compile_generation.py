@@ -25,7 +25,8 @@ NO_SINKS = {"sink_H": None}
 HEADS = {"MAIN": 128, "REST": 0, "WIDTH": 128, "ALL": 128, "STEP": 64, "SHARED": False}
 LATENTS = {"MAIN": 512, "REST": 64, "WIDTH": 512, "ALL": 1024, "STEP": 32, "SHARED": True}
 DEFAULT = {"num_warps": 4}
-ROUTER_TYPES = {"logits_TE": FP32, "bias_E": FP32, "parts": FP32, "weights_TK": FP32, "ids_TK": INT64, "scale": "fp32"}
+ROUTER_TYPES = {"logits_TE": FP32, "bias_E": FP32, "counts": INT64, "sums": FP32}
+ROUTER_TYPES |= {"weights_TK": FP32, "ids_TK": INT64, "scale": "fp32"}
 ROUTER_RULE = {"SCORE": "softmax", "NORMALIZE": "chosen", "CHOSEN": 1, "PAIRS": False, "IMPOSED": False}
 LAYOUT = re.compile(r"^(#blocked\d*) = #ttg.blocked<(.*), order", re.M)
 SUM_OF_ROWS = re.compile(r"tensor<\d+x(\d+x)f32, (#blocked\d*)>\) -> tensor<\d+xf32, #ttg.slice<\{dim = 1")
