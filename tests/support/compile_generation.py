@@ -78,8 +78,12 @@ def product_kernels() -> Iterator[tuple[str, str]]:
 
 def other_kernels() -> Iterator[tuple[str, str]]:
     types = {"ids_R": INT64, "weights_R": FP32, "index_R": INT32, "slots_R": INT32, "weight_R": FP32, "ends_E": INT32}
-    constants = {"base_BE": None, "total_E": None, "K": 8, "WIDTH": 64, "BLOCK": router_triton.BLOCK, "ALONE": True}
-    yield "rows of one block", compile_for_hopper(router_triton.place_rows_kernel, types, constants, {"num_warps": 8})
+    for rows in (8, router_triton.BLOCK):
+        tile = router_triton.place_tile_shape(64, rows)
+        options = {"num_warps": tile.pop("num_warps")}
+        constants = tile | {"base_BE": None, "total_E": None, "K": 8, "ALONE": True}
+        place = compile_for_hopper(router_triton.place_rows_kernel, types, constants, options)
+        yield f"a block of {rows} rows", place
     types = {"x": BF16, "w": BF16, "cos_Sd": FP32, "sin_Sd": FP32, "out": BF16, "eps": "fp32"}
     constants = {"NORM": "full", "BACK": False, "HEADS": 16, "WIDTH": 64}
     yield "rotated heads", compile_for_hopper(rope_triton.norm_rope_kernel, types, constants, DEFAULT)

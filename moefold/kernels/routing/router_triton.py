@@ -26,7 +26,7 @@ from moefold.kernels.tile_triton import (
     zero_outside,
 )
 
-BLOCK = 256  # choices that one program sorts
+BLOCK = 256  # choices that one program sorts, at most
 SCAN_EXPERTS = 8  # experts of one program of the scan over blocks
 SCAN_STEP = 512  # blocks of choices that it adds up at a time
 
@@ -522,15 +522,23 @@ def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tup
         return index_R, slots_NK, weight_R, ends_E
     ids_NK = ids_NK.contiguous()
     weights_NK = weights_NK.contiguous()
-    width = triton.next_power_of_2(experts)
     blocks = triton.cdiv(rows, BLOCK)
     alone = blocks == 1
     counted = (None, None) if alone else count_before_blocks(ids_NK, blocks, experts)
     inputs = (ids_NK, weights_NK, *counted)
     outputs = (index_R, slots_NK, weight_R, ends_E)
+    tile = place_tile_shape(experts, rows)
     place = place_rows_kernel[(blocks,)]
-    place(*inputs, *outputs, rows, experts, k, width, BLOCK, alone, num_warps=8)
+    place(*inputs, *outputs, rows, experts, k, ALONE=alone, **tile)
     return outputs
+
+
+def place_tile_shape(experts: int, rows: int) -> dict[str, int]:
+    """Experts and choices of a program, and as many warps as these keep busy."""
+    width = triton.next_power_of_2(experts)
+    block = min(BLOCK, triton.next_power_of_2(rows))
+    warps = min(max(1, block * width // 512), 8)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": warps}
 
 
 def count_before_blocks(ids_NK: Tensor, blocks: int, experts: int) -> tuple[Tensor, Tensor]:
