@@ -67,8 +67,8 @@ def product_kernels() -> Iterator[tuple[str, str]]:
         yield f"{rows} rows", compile_for_hopper(few_rows.few_rows_kernel, types, constants, few_rows.OPTIONS)
     types = dict.fromkeys(("source", "gate_up", "a", "down", "y"), BF16)
     types |= {"weight_R": FP32, "index_R": INT32, "ends_E": INT32}
-    for rows in (16, 32):
-        tile = {"ROWS": rows, "COLUMNS": few_experts.UP_COLUMNS, "DEPTH": few_experts.DEPTH}
+    for rows, places in ((16, 64), (32, None)):
+        tile = {"EXPERTS": places, "ROWS": rows, "COLUMNS": few_experts.UP_COLUMNS, "DEPTH": few_experts.DEPTH}
         up = compile_for_hopper(few_experts.few_rows_up_kernel, types, tile, few_experts.OPTIONS)
         yield f"experts up, {rows} rows", up
         tile["COLUMNS"] = few_experts.DOWN_COLUMNS
