@@ -57,17 +57,24 @@ class Draws:
 
     def draw(self, logits_BV: Tensor) -> Tensor:
         """(B,): a token of each sequence; NO_TOKEN where logits are not a number."""
-        tokens_B = self.choose(logits_BV)
+        choose = most_likely if self.sampling.temperature == 0 else self.choose_by_number
+        tokens_B, is_damaged_B = choose(logits_BV)
         self.number += 1
-        is_damaged_B = logits_BV.isnan().any(-1)
         return tokens_B.masked_fill(is_damaged_B, NO_TOKEN)
 
-    def choose(self, logits_BV: Tensor) -> Tensor:
-        if self.sampling.temperature == 0:
-            return logits_BV.argmax(-1)
+    def choose_by_number(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens, and whether any logits are not a number."""
         scores_BV = filter_logits(logits_BV, self.sampling)
         uniform_B1 = self.uniform_BN.index_select(1, self.number)
-        return tokens_at(scores_BV, uniform_B1)
+        tokens_B = tokens_at(scores_BV, uniform_B1)
+        is_damaged_B = logits_BV.isnan().any(-1)
+        return tokens_B, is_damaged_B
+
+
+def most_likely(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens, the first of equals, and whether any logits are not a number, which is then the largest: one pass."""
+    largest = logits_BV.max(-1)
+    return largest.indices, largest.values.isnan()
 
 
 def uniform_numbers(seed: int, count: int) -> Tensor:

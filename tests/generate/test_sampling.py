@@ -95,6 +95,15 @@ def test_illegal_settings_are_refused_by_name(wrong: dict[str, float]):
         Sampling(**wrong)  # pyright: ignore[reportArgumentType]
 
 
-def test_logits_that_are_not_a_number_end_the_generation():
+@pytest.mark.parametrize("logits", [[0.0, torch.nan, 1.0], [torch.nan, torch.inf, 0.0]], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_that_are_not_a_number_end_the_generation(temperature: float, logits: list[float]):
     with pytest.raises(RunFailure, match="not a number"):
-        draw_often(Sampling(), torch.tensor([[0.0, torch.nan]]))
+        draw_often(Sampling(temperature), torch.tensor([logits]))
+
+
+def test_of_equally_likely_tokens_the_first_is_taken():
+    logits = torch.zeros(3, 5000)
+    logits[1, 2500:] = 1
+    logits[2] = -torch.inf
+    assert Draws(Sampling(0), 3, 1).draw(logits).tolist() == [0, 2500, 0]

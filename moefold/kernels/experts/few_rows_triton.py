@@ -1,8 +1,9 @@
 """The experts' MLP for few tokens in Triton, such as those of a step of generation: the weights of each expert that has
 rows are read once, by many programs. Imported only where Triton is.
 
-A program has the rows of one expert and a few outputs; programs of experts without rows end at once. More rows than
-ROWS are further rounds over the same weights, which the cache of the device then holds.
+A program has the rows of one expert and a few outputs. There are programs for each expert, or for as many as there are
+rows where these are fewer; those without rows end at once. More rows than ROWS are further rounds over the same
+weights, which the cache of the device then holds.
 
 N tokens, R rows in expert order, D width, F inner width, E experts.
 """
@@ -32,11 +33,23 @@ OPTIONS = {"num_warps": 4, "num_stages": 4}
 
 
 @triton.jit
-def rows_of_expert(ends_E, expert):
-    """Where the expert's rows begin and end."""
-    end = tl.load(ends_E + expert)
-    begin = tl.load(ends_E + expert - 1, mask=expert > 0, other=0)
+def rows_of_expert(ends_E, expert, E):
+    """Where the experts' rows begin and end."""
+    is_expert = expert < E
+    end = tl.load(ends_E + expert, mask=is_expert, other=0)
+    begin = tl.load(ends_E + expert - 1, mask=is_expert & (expert > 0), other=0)
     return begin, end
+
+
+@triton.jit
+def expert_with_rows(ends_E, number, E, EXPERTS: constexpr):
+    """The expert of that number among those with rows; where there is none, behind the last."""
+    e = tl.arange(0, EXPERTS)
+    begin, end = rows_of_expert(ends_E, e, E)
+    has_rows = end > begin
+    up_to = tl.cumsum(has_rows.to(tl.int32), 0)
+    is_before = up_to <= number
+    return tl.sum(is_before.to(tl.int32), 0)
 
 
 @triton.jit
@@ -47,15 +60,19 @@ def few_rows_up_kernel(
     index_R,
     ends_E,
     a,
+    E,
     D,
     F,
+    EXPERTS: constexpr,
     ROWS: constexpr,
     COLUMNS: constexpr,
     DEPTH: constexpr,
 ):
-    """silu(gate) * up * the router's weight."""
+    """silu(gate) * up * the router's weight. EXPERTS: as many places where programs are for experts with rows alone."""
     expert = tl.program_id(1)
-    begin, end = rows_of_expert(ends_E, expert)
+    if EXPERTS is not None:
+        expert = expert_with_rows(ends_E, expert, E, EXPERTS)
+    begin, end = rows_of_expert(ends_E, expert, E)
     f = numbers_from(tl.program_id(0) * COLUMNS, COLUMNS)
     is_column = f < F
     gate_row = expert.to(tl.int64) * 2 * F + f
@@ -91,14 +108,18 @@ def few_rows_down_kernel(
     down,
     ends_E,
     y,
+    E,
     D,
     F,
+    EXPERTS: constexpr,
     ROWS: constexpr,
     COLUMNS: constexpr,
     DEPTH: constexpr,
 ):
     expert = tl.program_id(1)
-    begin, end = rows_of_expert(ends_E, expert)
+    if EXPERTS is not None:
+        expert = expert_with_rows(ends_E, expert, E, EXPERTS)
+    begin, end = rows_of_expert(ends_E, expert, E)
     n = numbers_from(tl.program_id(0) * COLUMNS, COLUMNS)
     is_column = n < D
     down_row = expert.to(tl.int64) * D + n
@@ -129,14 +150,16 @@ def launch_few_rows_experts(
     experts, _, inner, _ = gate_up_E2FD.shape
     rows = len(index_R)
     source_ND = source_ND.contiguous()
-    tile = {"ROWS": 16 if tokens <= 32 else 32, "DEPTH": DEPTH}
+    places = triton.next_power_of_2(experts) if rows < experts else None
+    tile = {"EXPERTS": places, "ROWS": 16 if tokens <= 32 else 32, "DEPTH": DEPTH}
+    with_rows = min(rows, experts)
     a_RF = source_ND.new_empty(rows, inner)
     blocks = triton.cdiv(inner, UP_COLUMNS)
-    up = few_rows_up_kernel[(blocks, experts)]
+    up = few_rows_up_kernel[(blocks, with_rows)]
     tensors = (source_ND, gate_up_E2FD, weight_R, index_R, ends_E, a_RF)
-    up(*tensors, width, inner, COLUMNS=UP_COLUMNS, **tile, **OPTIONS)
+    up(*tensors, experts, width, inner, COLUMNS=UP_COLUMNS, **tile, **OPTIONS)
     y_RD = source_ND.new_empty(rows, width)
     blocks = triton.cdiv(width, DOWN_COLUMNS)
-    project = few_rows_down_kernel[(blocks, experts)]
-    project(a_RF, down_EDF, ends_E, y_RD, width, inner, COLUMNS=DOWN_COLUMNS, **tile, **OPTIONS)
+    project = few_rows_down_kernel[(blocks, with_rows)]
+    project(a_RF, down_EDF, ends_E, y_RD, experts, width, inner, COLUMNS=DOWN_COLUMNS, **tile, **OPTIONS)
     return y_RD

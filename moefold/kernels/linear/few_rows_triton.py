@@ -48,37 +48,14 @@ def dot_rows(total, x, w):
 
 
 @triton.jit
-def few_rows_layer(
-    x,
-    w,
-    bias,
-    y,
-    block,
-    T,
-    D,
-    N,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-):
+def store_layer(total, bias, y, n, T, N, ROWS: constexpr):
     t = tl.arange(0, ROWS)
-    n = numbers_from(block * COLUMNS, COLUMNS)
-    is_row = t < T
     is_column = n < N
-    wide_n = n.to(tl.int64)
-    # main loop over the inputs
-    total = fp32_zeros(ROWS, COLUMNS)
-    for first in range(0, D, DEPTH):
-        d = numbers_from(first, DEPTH)
-        rows = load_matrix(x, t, is_row, d, D)
-        weights = load_matrix(w, wide_n, is_column, d, D)
-        total = dot_rows(total, rows, weights)
-    # epilogue
     if bias is not None:
         added = load_as_fp32(bias + n, is_column)
         total += added[None, :]
     at = tile_pointers(y, t, n, N)
-    inside = tile_mask(is_row, is_column)
+    inside = tile_mask(t < T, is_column)
     store_inside(at, total.to(y.dtype.element_ty), inside)
 
 
@@ -105,14 +82,41 @@ def few_rows_kernel(
     COLUMNS: constexpr,
     DEPTH: constexpr,
 ):
-    """END0, END1: where the programs of the first and of the second layer end."""
+    """END0, END1: where the programs of the first and of the second layer end. All layers share the loop: a loop of
+    each would have shared memory of its own, and fewer programs would be resident."""
     program = tl.program_id(0)
+    # the layer of this program
+    w = w0
+    N = N0
+    begin = 0
+    if program >= END1:
+        w = w2
+        N = N2
+        begin = END1
+    elif program >= END0:
+        w = w1
+        N = N1
+        begin = END0
+    block = program - begin
+    n = numbers_from(block * COLUMNS, COLUMNS)
+    is_column = n < N
+    wide_n = n.to(tl.int64)
+    t = tl.arange(0, ROWS)
+    is_row = t < T
+    # main loop over the inputs
+    total = fp32_zeros(ROWS, COLUMNS)
+    for first in range(0, D, DEPTH):
+        d = numbers_from(first, DEPTH)
+        rows = load_matrix(x, t, is_row, d, D)
+        weights = load_matrix(w, wide_n, is_column, d, D)
+        total = dot_rows(total, rows, weights)
+    # epilogue
     if program < END0:
-        few_rows_layer(x, w0, bias0, y0, program, T, D, N0, ROWS, COLUMNS, DEPTH)
+        store_layer(total, bias0, y0, n, T, N0, ROWS)
     elif program < END1:
-        few_rows_layer(x, w1, bias1, y1, program - END0, T, D, N1, ROWS, COLUMNS, DEPTH)
+        store_layer(total, bias1, y1, n, T, N1, ROWS)
     else:
-        few_rows_layer(x, w2, bias2, y2, program - END1, T, D, N2, ROWS, COLUMNS, DEPTH)
+        store_layer(total, bias2, y2, n, T, N2, ROWS)
 
 
 def tile_rows(rows: int) -> int:

@@ -1,7 +1,7 @@
 """Top-k routing and the order of expert rows, in Triton. Imported only where Triton is.
 
-T tokens of S sequences, E experts, K choices of a token, R = T K rows in expert order, B blocks of choices. A top-k
-program has some tokens of one sequence; its sums are a line of `parts`, and lines are added up in their order.
+T tokens of S sequences, E experts, K choices of a token, R = T K rows in expert order, B blocks of choices, P programs
+of a sequence. A top-k program has some of its tokens; its counts and its sums are lines, added up in their order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moefold.kernels.tile_triton import (
     zero_outside,
 )
 
-BLOCK = 256  # choices that one program sorts
+BLOCK = 256  # choices that one program sorts, at most
 SCAN_EXPERTS = 8  # experts of one program of the scan over blocks
 SCAN_STEP = 512  # blocks of choices that it adds up at a time
 
@@ -172,7 +172,7 @@ def softmax_over_chosen(logs, there):
 
 @triton.jit
 def router_topk_kernel(
-    logits_TE, bias_E, parts, weights_TK, ids_TK,
+    logits_TE, bias_E, counts, sums, weights_TK, ids_TK,
     T, E, length, first, blocks, scale,
     K: constexpr, SCORE: constexpr, NORMALIZE: constexpr,
     GROUPS: constexpr, CHOSEN: constexpr, PAIRS: constexpr,
@@ -180,7 +180,7 @@ def router_topk_kernel(
     TOKENS: constexpr, WIDTH: constexpr, SLOTS: constexpr, PLACES: constexpr,
 ):  # fmt: skip
     """Scores, then K times the best that is left, then the weights of the chosen. IMPOSED: ids_TK are given. A line of
-    sums: choices of each expert, its shares, and the square of the log-sum-exp."""
+    counts: choices of each expert. A line of sums: its shares, and the square of the log-sum-exp."""
     # scores
     _, t, there_t = program_tokens(T, length, first, blocks, TOKENS)
     e = tl.arange(0, WIDTH)
@@ -192,16 +192,16 @@ def router_topk_kernel(
     logs, shares = normalized_scores(logits, inside, IS_SIGMOID)
     # sums of shares and squares over this program's tokens
     program = wide_program_id(0)
-    sums = 2 * E + 1
-    line = parts + program * sums
+    width = E + 1
+    line = sums + program * width
     real_shares = zero_outside(shares, inside)
     shares_E = tl.sum(real_shares, 0)
-    store_inside(line + E + e, shares_E, real_e)
+    store_inside(line + e, shares_E, real_e)
     z, _ = log_sum_exp(logits, inside)
     squares = z * z
     squares = zero_outside(squares, there_t)
     square = tl.sum(squares, 0)
-    tl.store(line + 2 * E, square)
+    tl.store(line + E, square)
     # what the weights are made from
     scores = tl.sigmoid(logits) if IS_SIGMOID else shares
     if NORMALIZE == "chosen":
@@ -223,7 +223,7 @@ def router_topk_kernel(
     values = fp32_zeros(TOKENS, SLOTS)
     zeros = tl.zeros([TOKENS, SLOTS], tl.int32)
     ids = zeros - 1
-    counts = fp32_zeros(TOKENS, WIDTH)
+    chosen = fp32_zeros(TOKENS, WIDTH)
     for turn in tl.static_range(K):
         # the expert of this turn
         if IMPOSED:
@@ -234,14 +234,15 @@ def router_topk_kernel(
         taken = is_column(e, which)
         free = free & ~taken
         counted = taken & inside
-        counts += tl.where(counted, 1.0, 0.0)
+        chosen += tl.where(counted, 1.0, 0.0)
         # its place among the chosen
         taken_source = zero_outside(source, taken)
         value = tl.sum(taken_source, 1)
         values = put_column(values, k, turn, value)
         ids = put_column(ids, k, turn, which)
-    counts_E = tl.sum(counts, 0)
-    store_inside(line + e, counts_E, real_e)
+    chosen_E = tl.sum(chosen, 0)
+    counts_E = chosen_E.to(tl.int64)
+    store_inside(counts + program * E + e, counts_E, real_e)
     # epilogue: normalise over the chosen, scale, store
     there = ids >= 0
     if NORMALIZE == "chosen":
@@ -421,12 +422,17 @@ def place_rows_kernel(
     store_inside(weight_R + row, weight, real)
 
 
-def topk_tile_shape(experts: int, choices: int) -> dict[str, int]:
-    """Tokens and experts of a program, and places for a token's choices."""
+def topk_tile_shape(experts: int, choices: int, length: int) -> dict[str, int]:
+    """Tokens and experts of a program, and places for a token's choices. A thread has at least four scores, so that a
+    row lies in as many threads of few tokens as of many: its sums have the same order, and the same bits."""
     width = triton.next_power_of_2(experts)
-    tokens = max(1, 2048 // width)
+    least = max(1, 128 // width)
+    most = max(1, 2048 // width)
+    tokens = triton.next_power_of_2(length)
+    tokens = min(max(least, tokens), most)
+    warps = min(max(1, tokens * width // 128), 4)
     slots = triton.next_power_of_2(choices)
-    return {"TOKENS": tokens, "WIDTH": width, "SLOTS": slots}
+    return {"TOKENS": tokens, "WIDTH": width, "SLOTS": slots, "num_warps": warps}
 
 
 def launch_router_topk(
@@ -443,15 +449,15 @@ def launch_router_topk(
     ids_TK = imposed_TK
     if ids_TK is None:
         ids_TK = torch.empty_like(weights_TK, dtype=torch.int64)
-    tile = topk_tile_shape(experts, k)
     length = span.length
+    tile = topk_tile_shape(experts, k, length)
     sequences = span.sequences
     blocks = triton.cdiv(length, tile["TOKENS"])  # of a sequence
-    sums = 2 * experts + 1
-    parts = logits_TE.new_empty(sequences, blocks, sums)
+    counts_SPE = ids_TK.new_empty(sequences, blocks, experts, dtype=torch.int64)
+    sums_SPe = logits_TE.new_empty(sequences, blocks, experts + 1)
     if blocks:
         grid = (sequences * blocks,)
-        tensors = (logits_TE, bias_E, parts, weights_TK, ids_TK)
+        tensors = (logits_TE, bias_E, counts_SPE, sums_SPe, weights_TK, ids_TK)
         sizes = (t, experts, length, span.first, blocks, spec.scale)
         groups = spec.groups
         rule = (k, spec.score, spec.normalize, groups, spec.groups_chosen)
@@ -461,12 +467,16 @@ def launch_router_topk(
         places = triton.next_power_of_2(groups)
         launch = router_topk_kernel[grid]
         launch(*tensors, *sizes, *rule, PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile)
-    sums_SP = parts[:, 0] if blocks == 1 else parts.sum(1)
-    widths = [experts, experts, 1]
-    counts, shares_SE, squares = sums_SP.split(widths, dim=1)
-    counts_SE = counts.long()
-    squares_S = squares[:, 0]
+    counts_SE = add_up_lines(counts_SPE)
+    sums_Se = add_up_lines(sums_SPe)
+    shares_SE = sums_Se[:, :experts]
+    squares_S = sums_Se[:, experts]
     return weights_TK, ids_TK, counts_SE, shares_SE, squares_S
+
+
+def add_up_lines(lines_SPN: Tensor) -> Tensor:
+    """Sums over the programs of each sequence; of one program, its line."""
+    return lines_SPN[:, 0] if lines_SPN.shape[1] == 1 else lines_SPN.sum(1)
 
 
 def launch_topk_backward(
@@ -482,8 +492,8 @@ def launch_topk_backward(
     t, experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
     k = spec.k
-    tile = topk_tile_shape(experts, k)
     length = span.length
+    tile = topk_tile_shape(experts, k, length)
     blocks = triton.cdiv(length, tile["TOKENS"])
     if t:
         grid = (span.sequences * blocks,)
@@ -512,15 +522,23 @@ def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tup
         return index_R, slots_NK, weight_R, ends_E
     ids_NK = ids_NK.contiguous()
     weights_NK = weights_NK.contiguous()
-    width = triton.next_power_of_2(experts)
     blocks = triton.cdiv(rows, BLOCK)
     alone = blocks == 1
     counted = (None, None) if alone else count_before_blocks(ids_NK, blocks, experts)
     inputs = (ids_NK, weights_NK, *counted)
     outputs = (index_R, slots_NK, weight_R, ends_E)
+    tile = place_tile_shape(experts, rows)
     place = place_rows_kernel[(blocks,)]
-    place(*inputs, *outputs, rows, experts, k, width, BLOCK, alone, num_warps=8)
+    place(*inputs, *outputs, rows, experts, k, ALONE=alone, **tile)
     return outputs
+
+
+def place_tile_shape(experts: int, rows: int) -> dict[str, int]:
+    """Experts and choices of a program, and as many warps as these keep busy."""
+    width = triton.next_power_of_2(experts)
+    block = min(BLOCK, triton.next_power_of_2(rows))
+    warps = min(max(1, block * width // 512), 8)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": warps}
 
 
 def count_before_blocks(ids_NK: Tensor, blocks: int, experts: int) -> tuple[Tensor, Tensor]:

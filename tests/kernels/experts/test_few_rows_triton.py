@@ -25,6 +25,23 @@ def test_rows_equal_those_of_the_reference():
         torch.testing.assert_close(case.defined(found), case.defined(expected), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("undefined", [0, 1])
+@pytest.mark.parametrize("chosen", [[3], [0], [6], [0, 2, 6], [1, 1, 1, 5, 5], []], ids=str)
+def test_fewer_rows_than_experts_meet_the_experts_that_were_chosen(chosen: list[int], undefined: int):
+    """One token for all rows; behind them, rows that are not defined."""
+    rows = len(chosen) + undefined
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 24), (7, 2, 20, 24), (7, 24, 20), (rows,))
+    source, gate_up, down, weight = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
+    ends = torch.tensor(chosen, dtype=torch.int64).bincount(minlength=7).cumsum(0).int().to(DEVICE)
+    index = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    found = launch_few_rows_experts(source, gate_up, down, weight, index, ends)
+    for row, expert in enumerate(chosen):
+        gate, up = gate_up[expert] @ source[0]
+        expected = down[expert] @ (torch.nn.functional.silu(gate) * up * weight[row])
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_few_rows_take_this_way_and_give_the_same():
