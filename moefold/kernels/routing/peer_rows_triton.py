@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.routing.exchange_tail import ExchangeTail
-from moefold.kernels.routing.peer_signals_triton import end_exchange, tail_arguments
+from moefold.kernels.routing.peer_signals_triton import begin_exchange, end_exchange, tail_arguments
 from moefold.kernels.routing.rows_triton import columns_of_program
 from moefold.kernels.tile_triton import (
     load_or_zero,
@@ -78,17 +78,22 @@ def push_peer_rows_kernel(
     c = program_block(1, COLS)
     is_token = t < T
     is_column = c < D
+    # loads first: none is moved ahead of a store
     x = load_or_zero(tile_pointers(x_TD, t, c, D), tile_mask(is_token, is_column))
+    slots = ()
+    rooms = ()
     for rank in tl.static_range(SENDERS):
-        slot = load_slots(slots_Ts, t, rank, is_token, SENDERS)
+        slots += (load_slots(slots_Ts, t, rank, is_token, SENDERS),)
         number = tl.zeros([], tl.int64) + turn
         if CHOSEN:
             kept = tl.load(room_s + rank).to(tl.int64)
             number = tl.where(kept >= 0, kept, number)
-        room = load_room(addresses, rank, x_TD) + number * room_size
-        at = tile_pointers(room, slot, c, D)
-        store_inside(at, x, tile_mask(slot >= 0, is_column))
-    end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+        rooms += (load_room(addresses, rank, x_TD) + number * room_size,)
+    peers, own_address, exchange, is_lost = begin_exchange(words, me, SIGNALS, RANKS, WIDTH)
+    for rank in tl.static_range(SENDERS):
+        at = tile_pointers(rooms[rank], slots[rank], c, D)
+        store_inside(at, x, tile_mask(slots[rank] >= 0, is_column))
+    end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
 @triton.jit
@@ -113,6 +118,7 @@ def sum_rows_into_kernel(
     WIDE: constexpr,
 ):
     """A part of the sums over some sources' rows, in their order. Sources without rows are left out."""
+    peers, own_address, exchange, is_lost = begin_exchange(words, me, SIGNALS, RANKS, WIDTH)
     n = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
     is_column = c < D
@@ -126,7 +132,7 @@ def sum_rows_into_kernel(
         total += y.to(WIDE)
     rounded = total.to(room_ND.dtype.element_ty)
     store_inside(tile_pointers(room_ND, n, c, D), rounded, tile_mask(has_rows, is_column))
-    end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+    end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
 @triton.jit

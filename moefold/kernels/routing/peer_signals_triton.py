@@ -52,28 +52,39 @@ def late_ranks(own_words, rank, number, inside):
 
 
 @triton.jit
-def note_lost_rank(late, rank, number, own_words, fault_2, RANKS: constexpr, WIDTH: constexpr):
+def note_lost_rank(late, rank, number, is_lost, own_words, fault_2, RANKS: constexpr, WIDTH: constexpr):
     """Name the first rank that is late in memory of the host, unless one was named before."""
-    is_named = tl.load(own_words + RANKS + 1)
     first = tl.min(tl.where(late > 0, rank, WIDTH))
-    if (tl.sum(late) > 0) & (is_named == 0):
+    if (tl.sum(late) > 0) & (is_lost == 0):
         tl.store(fault_2 + 1, number)
         tl.store(fault_2, first.to(tl.int64) + 1)
         tl.store(own_words + RANKS + 1, 1)
 
 
 @triton.jit
-def exchange_signals(addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr):
+def load_words(addresses, me, RANKS: constexpr, WIDTH: constexpr):
+    """Addresses of the words of each rank and of this one, the number of its next exchange, and whether a rank is lost.
+    Only kernels of this rank write the two numbers, each at its very end."""
+    rank = tl.arange(0, WIDTH)
+    words = tl.load(addresses + rank, mask=rank < RANKS, other=0)
+    own_address = tl.load(addresses + me)
+    own_words = as_words(own_address)
+    number = tl.load(own_words + RANKS) + 1
+    is_lost = tl.load(own_words + RANKS + 1)
+    return words, own_address, number, is_lost
+
+
+@triton.jit
+def exchange_signals(
+    words, own_address, number, is_lost, fault_2, me, patience,
+    RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
+):  # fmt: skip
     """Signal to all ranks, and wait for the signals of all."""
     rank = tl.arange(0, WIDTH)
     inside = rank < RANKS
-    words = as_words(tl.load(addresses + rank, mask=inside, other=0))
-    own_words = as_words(tl.load(addresses + me))
-    number = tl.load(own_words + RANKS) + 1
-    is_lost = tl.load(own_words + RANKS + 1)
-    tl.debug_barrier()  # all lanes have read what one of them writes at the end
+    own_words = as_words(own_address)
     numbers = tl.zeros([WIDTH], tl.int64) + number
-    tl.atomic_xchg(words + me, numbers, mask=inside, sem="release", scope="sys")
+    tl.atomic_xchg(as_words(words) + me, numbers, mask=inside, sem="release", scope="sys")
     late = late_ranks(own_words, rank, numbers, inside)
     looks = number * 0
     begin = read_clock(looks, CLOCKED)
@@ -83,7 +94,7 @@ def exchange_signals(addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: 
         late = late_ranks(own_words, rank, numbers, inside)
         looks += 1
         waited = read_clock(looks, CLOCKED) - begin
-    note_lost_rank(late, rank, number, own_words, fault_2, RANKS, WIDTH)
+    note_lost_rank(late, rank, number, is_lost, own_words, fault_2, RANKS, WIDTH)
     tl.store(own_words + RANKS, number)
 
 
@@ -91,23 +102,37 @@ def exchange_signals(addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: 
 def exchange_signals_kernel(
     addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr
 ):  # fmt: skip
-    exchange_signals(addresses, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+    words, own_address, number, is_lost = load_words(addresses, me, RANKS, WIDTH)
+    tl.debug_barrier()  # all lanes have read what one of them writes at the end
+    exchange_signals(words, own_address, number, is_lost, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+
+
+@triton.jit
+def begin_exchange(addresses, me, SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr):
+    """What the last program needs to signal. All load it, as none knows that it is the last: ahead of their work, so
+    that no signal waits for it. `addresses`: of the words of all ranks."""
+    words = tl.zeros([WIDTH], tl.int64)
+    own_address = tl.zeros([], tl.int64)
+    number = own_address
+    is_lost = own_address
+    if SIGNALS:
+        words, own_address, number, is_lost = load_words(addresses, me, RANKS, WIDTH)
+    return words, own_address, number, is_lost
 
 
 @triton.jit
 def end_exchange(
-    words, fault_2, finished, me, patience,
+    words, own_address, number, is_lost, fault_2, finished, me, patience,
     SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
 ):  # fmt: skip
-    """The end of a program that has written to rooms: the last of all programs signals and waits. `words`: addresses of
-    the words of all ranks."""
+    """The end of a program that has written to rooms: the last of all programs signals and waits."""
     if SIGNALS:
         tl.debug_barrier()  # all threads of the program have written
         before = tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu")
         programs = tl.num_programs(0) * tl.num_programs(1)
         if before == programs - 1:
             tl.store(finished, 0)
-            exchange_signals(words, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+            exchange_signals(words, own_address, number, is_lost, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
 
 
 class TailArguments(NamedTuple):
