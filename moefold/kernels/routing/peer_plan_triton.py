@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS, columns_of_counts
+from moefold.kernels.kept_launch_triton import launch_kept
 from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room
@@ -59,7 +60,7 @@ def count_tokens(place, group, held):
     return tl.sum(goes, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sender", "kept_room", "T", "me"])
 def announce_choices_kernel(
     ids_TK,
     weights_TK,
@@ -399,7 +400,7 @@ def fill_share(
     fill_behind(slots_NK, -1, first_link, end_link, arrived * K, FILLED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sender", "rank", "T"])
 def arrange_arrivals_kernel(
     positions_AK,
     weights_AK,
@@ -487,8 +488,9 @@ def launch_announce_choices(
     tail_inputs = tail_arguments(tail, position_E)
     sizes = (tokens, most, experts, ranks, held)
     widths = [width_of(size) for size in (k, experts, ranks)]
-    launch = announce_choices_kernel[(blocks,)]
-    launch(
+    launch_kept(
+        announce_choices_kernel,
+        (blocks,),
         *inputs,
         *tables,
         *numbers,
@@ -531,8 +533,9 @@ def launch_arrange_arrivals(
     widths = (width_of(k), width_of(shape.held), width_of(ranks))
     step = counted_blocks(programs, shape.held)
     shares = triton.cdiv(programs, 2)  # with four ranks of 4,096 tokens all programs run at a time
-    launch = arrange_arrivals_kernel[(programs + blocks + shares,)]
-    launch(
+    launch_kept(
+        arrange_arrivals_kernel,
+        (programs + blocks + shares,),
         *rooms,
         *arranged,
         *flags,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from moefold.kernels.kept_launch_triton import launch_kept
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_signals_triton import begin_exchange, end_exchange, tail_arguments
 from moefold.kernels.routing.rows_triton import columns_of_program
@@ -49,7 +50,7 @@ def load_slots(slots, n, column, inside, COLUMNS: constexpr):
     return slot.to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turn", "T", "me"])
 def push_peer_rows_kernel(
     x_TD,
     slots_Ts,
@@ -96,7 +97,7 @@ def push_peer_rows_kernel(
     end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["me"])
 def sum_rows_into_kernel(
     y_RD,
     slots_NK,
@@ -135,7 +136,7 @@ def sum_rows_into_kernel(
     end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def sum_peer_rows_kernel(
     slots_Ts,
     addresses,
@@ -206,8 +207,9 @@ def launch_push_peer_rows(
     chosen = room_s if is_chosen else addresses
     room_size = rooms[0].stride(0)
     inputs = (x_TD.contiguous(), slots_Ts, addresses, chosen, turn, room_size, tokens, d)
-    launch = push_peer_rows_kernel[grid]
-    launch(*inputs, *tail_arguments(tail, addresses), len(rooms), is_chosen, rows, cols, num_warps=WARPS)
+    tail_inputs = tail_arguments(tail, addresses)
+    constants = (len(rooms), is_chosen, rows, cols)
+    launch_kept(push_peer_rows_kernel, grid, *inputs, *tail_inputs, *constants, num_warps=WARPS)
 
 
 def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
@@ -218,8 +220,8 @@ def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: 
     rows, cols, grid = tile_shape(n, d)
     inputs = (y_RD.contiguous(), slots_NK.contiguous(), room_ND, n, d)
     tail_inputs = tail_arguments(tail, slots_NK)
-    launch = sum_rows_into_kernel[grid]
-    launch(*inputs, *tail_inputs, k, rows, cols, wide_type(y_RD.dtype), num_warps=WARPS)
+    constants = (k, rows, cols, wide_type(y_RD.dtype))
+    launch_kept(sum_rows_into_kernel, grid, *inputs, *tail_inputs, *constants, num_warps=WARPS)
 
 
 def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
@@ -230,9 +232,9 @@ def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
     if out_TD.numel():
         addresses = address_table(rooms, like.device)
         rows, cols, grid = tile_shape(tokens, d)
-        launch = sum_peer_rows_kernel[grid]
         sizes = (tokens, d, len(rooms), rows, cols)
-        launch(slots_Ts, addresses, out_TD, *sizes, wide_type(like.dtype), num_warps=WARPS)
+        inputs = (slots_Ts, addresses, out_TD, *sizes, wide_type(like.dtype))
+        launch_kept(sum_peer_rows_kernel, grid, *inputs, num_warps=WARPS)
     return out_TD
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language.extra.cuda import globaltimer
 
+from moefold.kernels.kept_launch_triton import launch_kept
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 
 NANOSECONDS = 1e9
@@ -98,7 +99,7 @@ def exchange_signals(
     tl.store(own_words + RANKS, number)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["me"])
 def exchange_signals_kernel(
     addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr
 ):  # fmt: skip
@@ -171,5 +172,5 @@ def launch_exchange_signals(tail: ExchangeTail) -> None:
     clocked = tail.addresses.is_cuda
     limit = patience_limit(tail.patience, clocked)
     width = triton.next_power_of_2(ranks)
-    launch = exchange_signals_kernel[(1,)]
-    launch(tail.addresses, tail.fault_2, tail.me, limit, ranks, width, clocked, num_warps=1)
+    inputs = (tail.addresses, tail.fault_2, tail.me, limit, ranks, width, clocked)
+    launch_kept(exchange_signals_kernel, (1,), *inputs, num_warps=1)
