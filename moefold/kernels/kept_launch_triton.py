@@ -8,7 +8,7 @@ each tensor: known ones call the compiled kernel itself, others go through Trito
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,15 +21,15 @@ Grid = tuple[int, ...]
 known_launches: dict[Hashable, Any] = {}
 
 
-def launch_kept(kernel: Any, grid: Grid, *args: Any, num_warps: int) -> None:
-    """Launch a kernel whose arguments, constants too, are given in their order."""
-    key = (kernel, num_warps, launch_key(args))
+def launch_kept(kernel: Any, grid: Grid, tensors: Sequence[Tensor], numbers: Sequence[Any], num_warps: int) -> None:
+    """Launch a kernel whose first arguments are tensors, and whose others are numbers and constants."""
+    key = (kernel, num_warps, launch_key(tensors, numbers))
     compiled = known_launches.get(key)
     if compiled is not None:
-        compiled[grid](*args)
+        compiled[grid](*tensors, *numbers)
         return
     launch = kernel[grid]
-    compiled = launch(*args, num_warps=num_warps)
+    compiled = launch(*tensors, *numbers, num_warps=num_warps)
     if compiled is None:  # by the interpreter
         return
     if len(known_launches) >= MOST_KNOWN:
@@ -37,12 +37,8 @@ def launch_kept(kernel: Any, grid: Grid, *args: Any, num_warps: int) -> None:
     known_launches[key] = compiled
 
 
-def launch_key(args: tuple[Any, ...]) -> Hashable:
-    """What a compiled kernel depends on. A tensor of the host is pinned memory, on no device of its own."""
-    parts: list[Hashable] = []
-    for value in args:
-        if isinstance(value, Tensor):
-            parts += (value.dtype, value.data_ptr() % ALIGNMENT, value.get_device())
-        else:
-            parts.append(value)
-    return tuple(parts)
+def launch_key(tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Hashable:
+    """What a compiled kernel depends on. The first tensor is on the device of the launch."""
+    types = tuple([x.dtype for x in tensors])
+    alignments = tuple([x.data_ptr() % ALIGNMENT for x in tensors])
+    return tensors[0].get_device(), types, alignments, tuple(numbers)

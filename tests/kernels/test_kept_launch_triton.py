@@ -15,13 +15,13 @@ from moefold.kernels.routing.peer_rows_triton import launch_sum_peer_rows
 
 def test_other_types_alignments_and_numbers_are_other_launches_and_other_addresses_are_not():
     x = torch.zeros(64)
-    same = launch_key((x, 3, True))
-    assert launch_key((torch.ones(8), 3, True)) == same
-    others = [(x.double(), 3, True), (x[1:], 3, True), (x, 16, True), (x, 3, False), (x[4:], 3, True, 1)]
-    keys = {launch_key(args) for args in others}
+    same = launch_key((x,), (3, True))
+    assert launch_key((torch.ones(8),), (3, True)) == same
+    others = [(x.double(), (3, True)), (x[1:], (3, True)), (x, (16, True)), (x, (3, False)), (x, (3, True, 1))]
+    keys = {launch_key((tensor,), given) for tensor, given in others}
     assert len(keys) == len(others)
     assert same not in keys
-    assert launch_key((x[4:], 3, True)) == same
+    assert launch_key((x[4:],), (3, True)) == same
 
 
 @pytest.mark.gpu

@@ -10,6 +10,8 @@ E experts, e experts held here, N rows of arrived tokens, R rows of experts.
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,6 +35,7 @@ from moefold.kernels.tile_triton import (
 
 COUNTS = 8192  # of experts, that are loaded at a time
 FILLED = 1024  # entries that are filled at a time
+WARPS = 8
 
 
 @triton.jit
@@ -68,6 +71,9 @@ def announce_choices_kernel(
     positions,
     weights,
     counts,
+    words,
+    fault_2,
+    finished,
     sender,
     kept_room,
     T,
@@ -75,9 +81,6 @@ def announce_choices_kernel(
     E,
     n,
     held,
-    words,
-    fault_2,
-    finished,
     me,
     patience,
     SIGNALS: constexpr,
@@ -484,24 +487,13 @@ def launch_announce_choices(
     tables = [address_table(each, device) for each in rooms]
     ids_TK = ids_TK.contiguous()
     weights_TK = weights_TK.contiguous()
-    inputs = (ids_TK, weights_TK, position_E)
-    tail_inputs = tail_arguments(tail, position_E)
+    tail_inputs, tail_numbers = tail_arguments(tail, position_E)
+    inputs = (ids_TK, weights_TK, position_E, *tables, *tail_inputs)
     sizes = (tokens, most, experts, ranks, held)
     widths = [width_of(size) for size in (k, experts, ranks)]
-    launch_kept(
-        announce_choices_kernel,
-        (blocks,),
-        *inputs,
-        *tables,
-        *numbers,
-        *sizes,
-        *tail_inputs,
-        senders,
-        k,
-        *widths,
-        BLOCK_TOKENS,
-        num_warps=8,
-    )
+    constants = (senders, k, *widths, BLOCK_TOKENS)
+    all_numbers = (*numbers, *sizes, *tail_numbers, *constants)
+    launch_kept(announce_choices_kernel, (blocks,), inputs, all_numbers, WARPS)
 
 
 def launch_arrange_arrivals(
@@ -532,36 +524,22 @@ def launch_arrange_arrivals(
     sizes = (shape.tokens, most, blocks, programs, *bounds, experts, ranks, shape.held)
     widths = (width_of(k), width_of(shape.held), width_of(ranks))
     step = counted_blocks(programs, shape.held)
-    shares = triton.cdiv(programs, 2)  # with four ranks of 4,096 tokens all programs run at a time
-    launch_kept(
-        arrange_arrivals_kernel,
-        (programs + blocks + shares,),
-        *rooms,
-        *arranged,
-        *flags,
-        shape.sender,
-        shape.rank,
-        *sizes,
-        watches,
-        shape.etp,
-        shape.multiple,
-        shape.each,
-        k,
-        *widths,
-        BLOCK_TOKENS,
-        step,
-        FILLED,
-        num_warps=8,
-    )
+    shares = -(-programs // 2)  # with four ranks of 4,096 tokens all programs run at a time
+    grid = (programs + blocks + shares,)
+    constants = (watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, step, FILLED)
+    numbers = (shape.sender, shape.rank, *sizes, *constants)
+    launch_kept(arrange_arrivals_kernel, grid, (*rooms, *arranged, *flags), numbers, WARPS)
     return arranged
 
 
+@cache
 def counted_blocks(blocks: int, held: int) -> int:
     """Blocks whose counts are loaded at a time: all of them, if they are not too many."""
     most = COUNTS // width_of(held)
     return max(16, min(most, width_of(blocks)))
 
 
+@cache
 def width_of(size: int) -> int:
     """The power of two that holds so many."""
     return max(2, triton.next_power_of_2(size))

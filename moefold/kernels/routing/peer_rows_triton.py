@@ -56,13 +56,13 @@ def push_peer_rows_kernel(
     slots_Ts,
     addresses,
     room_s,
+    words,
+    fault_2,
+    finished,
     turn,
     room_size,
     T,
     D,
-    words,
-    fault_2,
-    finished,
     me,
     patience,
     SIGNALS: constexpr,
@@ -102,11 +102,11 @@ def sum_rows_into_kernel(
     y_RD,
     slots_NK,
     room_ND,
-    N,
-    D,
     words,
     fault_2,
     finished,
+    N,
+    D,
     me,
     patience,
     SIGNALS: constexpr,
@@ -185,6 +185,7 @@ class TileShape(NamedTuple):
     grid: tuple[int, int]
 
 
+@lru_cache(maxsize=256)
 def tile_shape(tokens: int, width: int) -> TileShape:
     cols = columns_of_program(width, 1024)
     rows = max(1, TILE // cols)
@@ -206,10 +207,11 @@ def launch_push_peer_rows(
     is_chosen = room_s is not None
     chosen = room_s if is_chosen else addresses
     room_size = rooms[0].stride(0)
-    inputs = (x_TD.contiguous(), slots_Ts, addresses, chosen, turn, room_size, tokens, d)
-    tail_inputs = tail_arguments(tail, addresses)
+    tail_inputs, tail_numbers = tail_arguments(tail, addresses)
+    inputs = (x_TD.contiguous(), slots_Ts, addresses, chosen, *tail_inputs)
     constants = (len(rooms), is_chosen, rows, cols)
-    launch_kept(push_peer_rows_kernel, grid, *inputs, *tail_inputs, *constants, num_warps=WARPS)
+    numbers = (turn, room_size, tokens, d, *tail_numbers, *constants)
+    launch_kept(push_peer_rows_kernel, grid, inputs, numbers, WARPS)
 
 
 def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
@@ -218,10 +220,10 @@ def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: 
     if not n:
         return
     rows, cols, grid = tile_shape(n, d)
-    inputs = (y_RD.contiguous(), slots_NK.contiguous(), room_ND, n, d)
-    tail_inputs = tail_arguments(tail, slots_NK)
-    constants = (k, rows, cols, wide_type(y_RD.dtype))
-    launch_kept(sum_rows_into_kernel, grid, *inputs, *tail_inputs, *constants, num_warps=WARPS)
+    tail_inputs, tail_numbers = tail_arguments(tail, slots_NK)
+    inputs = (y_RD.contiguous(), slots_NK.contiguous(), room_ND, *tail_inputs)
+    numbers = (n, d, *tail_numbers, k, rows, cols, wide_type(y_RD.dtype))
+    launch_kept(sum_rows_into_kernel, grid, inputs, numbers, WARPS)
 
 
 def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
@@ -232,9 +234,8 @@ def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
     if out_TD.numel():
         addresses = address_table(rooms, like.device)
         rows, cols, grid = tile_shape(tokens, d)
-        sizes = (tokens, d, len(rooms), rows, cols)
-        inputs = (slots_Ts, addresses, out_TD, *sizes, wide_type(like.dtype))
-        launch_kept(sum_peer_rows_kernel, grid, *inputs, num_warps=WARPS)
+        numbers = (tokens, d, len(rooms), rows, cols, wide_type(like.dtype))
+        launch_kept(sum_peer_rows_kernel, grid, (slots_Ts, addresses, out_TD), numbers, WARPS)
     return out_TD
 
 

@@ -14,6 +14,7 @@ kernel of its own, or the last program of a kernel that has written to rooms (`e
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import triton
@@ -137,29 +138,29 @@ def end_exchange(
 
 
 class TailArguments(NamedTuple):
-    """Arguments of `end_exchange`."""
+    """Arguments of `end_exchange`: `words`, `fault_2` and `finished`; and `me`, `patience`, `SIGNALS`, `RANKS`, `WIDTH`
+    and `CLOCKED`."""
 
-    words: Tensor
-    fault_2: Tensor
-    finished: Tensor
-    me: int
-    patience: int
-    signals: bool
-    ranks: int
-    width: int
-    clocked: bool
+    tensors: tuple[Tensor, Tensor, Tensor]
+    numbers: tuple[int, int, bool, int, int, bool]
 
 
 def tail_arguments(tail: ExchangeTail | None, unused: Tensor) -> TailArguments:
     """Arguments of a kernel that gives the signals of an exchange, or without a tail does not. `unused`: any tensor."""
     if tail is None:
-        return TailArguments(unused, unused, unused, 0, 0, False, 1, 1, False)
+        return TailArguments((unused, unused, unused), (0, 0, False, 1, 1, False))
     tail.is_given = True
     ranks = len(tail.addresses)
-    width = triton.next_power_of_2(ranks)
     clocked = tail.addresses.is_cuda
     limit = patience_limit(tail.patience, clocked)
-    return TailArguments(tail.addresses, tail.fault_2, tail.finished, tail.me, limit, True, ranks, width, clocked)
+    numbers = (tail.me, limit, True, ranks, lanes_of(ranks), clocked)
+    return TailArguments((tail.addresses, tail.fault_2, tail.finished), numbers)
+
+
+@cache
+def lanes_of(ranks: int) -> int:
+    """A lane for each rank."""
+    return triton.next_power_of_2(ranks)
 
 
 def patience_limit(patience: float, clocked: bool) -> int:
@@ -171,6 +172,6 @@ def launch_exchange_signals(tail: ExchangeTail) -> None:
     ranks = len(tail.addresses)
     clocked = tail.addresses.is_cuda
     limit = patience_limit(tail.patience, clocked)
-    width = triton.next_power_of_2(ranks)
-    inputs = (tail.addresses, tail.fault_2, tail.me, limit, ranks, width, clocked)
-    launch_kept(exchange_signals_kernel, (1,), *inputs, num_warps=1)
+    width = lanes_of(ranks)
+    inputs = (tail.addresses, tail.fault_2)
+    launch_kept(exchange_signals_kernel, (1,), inputs, (tail.me, limit, ranks, width, clocked), 1)
