@@ -144,18 +144,23 @@ def load_words32(addresses, rank):
 
 
 @triton.jit
-def sum_counts(counts_PC, column, inside, block, programs, columns, WIDTH: constexpr, STEP: constexpr):
-    """Sums of some columns of counts: over all blocks, and over those before a block."""
+def sum_counts(counts_PC, column, inside, own, block, programs, columns, WIDTH: constexpr, STEP: constexpr):
+    """Sums of some columns of counts and of an own one: over all blocks, and over those before a block."""
     every = tl.zeros([STEP, WIDTH], tl.int32)
     earlier = tl.zeros([STEP, WIDTH], tl.int32)
+    own_every = tl.zeros([STEP], tl.int32)
+    own_earlier = tl.zeros([STEP], tl.int32)
     for first in range(0, programs, STEP):
         b = numbers_from(first, STEP)
-        at = tile_pointers(counts_PC, b, column, columns)
-        count = load_or_zero(at, tile_mask(b < programs, inside))
+        is_block = b < programs
+        count = load_or_zero(tile_pointers(counts_PC, b, column, columns), tile_mask(is_block, inside))
+        own_count = load_or_zero(counts_PC + b * columns + own, is_block)
         is_before = b < block
         every += count
         earlier += tl.where(is_before[:, None], count, 0)
-    return tl.sum(every, 0), tl.sum(earlier, 0)
+        own_every += own_count
+        own_earlier += tl.where(is_before, own_count, 0)
+    return tl.sum(every, 0), tl.sum(earlier, 0), tl.sum(own_every, 0), tl.sum(own_earlier, 0)
 
 
 @triton.jit
@@ -273,9 +278,9 @@ def arrange_block(
     is_held = expert < held
     columns = E + n + 1
     first = rank * held
-    own = E + rank + tl.arange(0, 1)
-    rows, rows_before_block = sum_counts(counts_PC, first + expert, is_held, block, programs, columns, HELD, STEP)
-    _, tokens_before = sum_counts(counts_PC, own, own >= 0, block, programs, columns, 1, STEP)
+    rows, rows_before_block, _, tokens_before = sum_counts(
+        counts_PC, first + expert, is_held, E + rank, block, programs, columns, HELD, STEP
+    )
     begins, _ = first_rows(rows, is_held, MULTIPLE, EACH)
     # the row of each token, behind those that arrive from earlier blocks and tokens
     slot = place - first
@@ -332,7 +337,7 @@ def place_block(
     group = tl.arange(0, GROUPS)
     columns = E + n + 1
     number = sender * blocks + block
-    _, tokens_before = sum_counts(counts_PC, E + group, group < n, number, programs, columns, GROUPS, STEP)
+    _, tokens_before, _, _ = sum_counts(counts_PC, E + group, group < n, E, number, programs, columns, GROUPS, STEP)
     if block == 0:
         store_kept_rooms(counts_PC, room_s, group, blocks, columns, n, is_whole, ETP)
     rank = tl.where((place >= 0) & is_whole, place // held, -1)
@@ -378,11 +383,11 @@ def fill_share(
     expert = tl.arange(0, HELD)
     is_held = expert < held
     columns = E + n + 1
-    own = E + rank + tl.arange(0, 1)
-    rows, _ = sum_counts(counts_PC, rank * held + expert, is_held, 0, programs, columns, HELD, STEP)
-    tokens, _ = sum_counts(counts_PC, own, own >= 0, 0, programs, columns, 1, STEP)
+    rows, _, tokens, _ = sum_counts(
+        counts_PC, rank * held + expert, is_held, E + rank, 0, programs, columns, HELD, STEP
+    )
     rows = tl.where(is_whole, rows, 0)
-    arrived = tl.where(is_whole, tl.sum(tokens, 0), 0)
+    arrived = tl.where(is_whole, tokens, 0)
     begins, ends = first_rows(rows, is_held, MULTIPLE, EACH)
     last_end = tl.max(ends, 0)
     if share == 0:
