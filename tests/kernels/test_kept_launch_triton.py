@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels import kept_launch_triton
-from moefold.kernels.kept_launch_triton import launch_key
+from moefold.kernels.kept_launch_triton import launch_key, three_sizes
 from moefold.kernels.routing.peer_rows import drawn_slots, sum_peer_rows
 from moefold.kernels.routing.peer_rows_triton import launch_sum_peer_rows
 
@@ -22,6 +22,10 @@ def test_other_types_alignments_and_numbers_are_other_launches_and_other_address
     assert len(keys) == len(others)
     assert same not in keys
     assert launch_key((x[4:],), (3, True)) == same
+
+
+def test_a_compiled_kernel_is_given_three_sizes_of_a_grid():
+    assert [three_sizes(grid) for grid in ((5,), (5, 2), (5, 2, 3))] == [(5, 1, 1), (5, 2, 1), (5, 2, 3)]
 
 
 @pytest.mark.gpu
