@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,14 @@ from rich.console import Console
 from torch import Tensor
 
 from moefold.bench.clock import copy_bandwidth
-from moefold.bench.machine import cuda_capability, free_device_memory, machine_facts, resolve_device, resolve_dtype
+from moefold.bench.machine import (
+    cuda_capability,
+    free_device_memory,
+    machine_facts,
+    resolve_device,
+    resolve_dtype,
+    synchronize_device,
+)
 from moefold.bench.options import DispatchOptions
 from moefold.bench.played_ranks import TurnOrder, play_ranks, played_arenas
 from moefold.bench.report import (
@@ -46,6 +53,7 @@ from moefold.observe.profile import profile_device
 
 COPIED_BYTES = 2**30  # of the copy that bandwidth is measured by, on a GPU
 COPIED_BYTES_ON_CPU = 2**24
+COLD_FORWARDS = 4  # of a thread, before its time is taken
 KEPT_ROOMS = 4  # results of earlier repetitions may not be freed yet
 BYTES_OF_A_CHOICE = 8 + 4 + 3 * 4  # read: its expert and weight; written: source, slot and weight of its row
 
@@ -226,20 +234,22 @@ def measure_phase(layer: PlayedLayer, work: Callable[[int], Any], repeat: int) -
 
 
 def host_seconds(layer: PlayedLayer, receipts: list[Receipt], repeat: int) -> float:
-    """Of one rank: plan, dispatch and combine, without a wait for the device."""
+    """Of one rank: plan, dispatch and combine, on a thread that has run them before, in its own turns alone. The device
+    has nothing to do when a forward begins, so that no launch waits for room in its queue."""
+    order = layer.order
 
-    def forward(rank: int) -> Tensor:
-        layer.dispatch(rank)
-        return layer.combine(receipts, rank)
+    def forwards(rank: int) -> list[float]:
+        seconds: list[float] = []
+        for _ in range(COLD_FORWARDS + repeat):
+            synchronize_device(layer.device.type)
+            begun = order.seconds_so_far(rank)
+            layer.dispatch(rank)
+            layer.combine(receipts, rank)
+            seconds.append(order.seconds_so_far(rank) - begun)
+        return seconds[COLD_FORWARDS:]
 
-    seconds: list[float] = []
-    for _ in range(repeat):
-        layer.play(forward)
-        mean = sum(layer.order.seconds) / layer.case.ranks
-        seconds.append(mean)
-        if layer.device.type == "cuda":
-            torch.cuda.synchronize()
-    return median(seconds)
+    of_ranks = layer.play(forwards)
+    return median([mean(each) for each in zip(*of_ranks, strict=True)])
 
 
 def print_dispatch_table(report: Report) -> None:

@@ -52,6 +52,10 @@ class TurnOrder:
         following = (rank + 1) % len(self.turns)
         self.turns[following].release()
 
+    def seconds_so_far(self, rank: int) -> float:
+        """Of the rank that runs: those of its earlier turns, and of this one."""
+        return self.seconds[rank] + time.perf_counter() - self.begun
+
     def pass_on(self, rank: int) -> None:
         self.end_turn(rank)
         self.await_turn(rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ SMALL = [
     *("--hidden", "32"),
     *("--repeat", "1"),
 ]
+PAUSES = (0.01, 0.2)  # seconds that played ranks run
 
 
 def test_a_row_for_each_case(capsys: pytest.CaptureFixture[str]):
@@ -60,3 +62,16 @@ def test_an_exchange_passes_the_turn_on():
         seen.clear()
         assert play_ranks(work, 3, order) == [0, 1, 2]
         assert seen == [f"{rank} {does}" for does in ("writes", "reads") for rank in range(3)]
+
+
+def test_the_seconds_of_a_rank_leave_out_those_of_the_others():
+    order = TurnOrder(2)
+
+    def work(rank: int) -> float:
+        begun = order.seconds_so_far(rank)
+        time.sleep(PAUSES[rank])
+        order.pass_on(rank)
+        return order.seconds_so_far(rank) - begun
+
+    short, long = play_ranks(work, 2, order)
+    assert PAUSES[0] <= short < PAUSES[1] <= long

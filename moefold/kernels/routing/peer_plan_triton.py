@@ -1,7 +1,8 @@
 """Choices of all ranks, announced and arranged, in Triton. Imported only where Triton is.
 
-A program has one block of a sender's tokens. Nothing is atomic but the count of programs that have ended, and nothing
-depends on the order of programs. What a lost rank left in a room is no place: all that is written is bounded.
+A program has one block of a sender's tokens, or a share of what no token has. Nothing is atomic but the count of
+programs that have ended, and nothing depends on their order. What a lost rank left in a room is no place: all that is
+written is bounded.
 
 s ranks that send, n ranks of ep, T tokens that a rank may send, K choices, B blocks of a sender, C counts of a block,
 E experts, e experts held here, N rows of arrived tokens, R rows of experts.
@@ -9,16 +10,19 @@ E experts, e experts held here, N rows of arrived tokens, R rows of experts.
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS, columns_of_counts
+from moefold.kernels.kept_launch_triton import launch_kept
 from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room
-from moefold.kernels.routing.peer_signals_triton import end_exchange, tail_arguments
+from moefold.kernels.routing.peer_signals_triton import begin_exchange, end_exchange, tail_arguments
 from moefold.kernels.tile_triton import (
     load_or_zero,
     numbers_from,
@@ -31,6 +35,7 @@ from moefold.kernels.tile_triton import (
 
 COUNTS = 8192  # of experts, that are loaded at a time
 FILLED = 1024  # entries that are filled at a time
+WARPS = 8
 
 
 @triton.jit
@@ -58,7 +63,7 @@ def count_tokens(place, group, held):
     return tl.sum(goes, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sender", "kept_room", "T", "me"])
 def announce_choices_kernel(
     ids_TK,
     weights_TK,
@@ -66,6 +71,9 @@ def announce_choices_kernel(
     positions,
     weights,
     counts,
+    words,
+    fault_2,
+    finished,
     sender,
     kept_room,
     T,
@@ -73,9 +81,6 @@ def announce_choices_kernel(
     E,
     n,
     held,
-    words,
-    fault_2,
-    finished,
     me,
     patience,
     SIGNALS: constexpr,
@@ -93,10 +98,19 @@ def announce_choices_kernel(
     block = wide_program_id(0)
     t = numbers_from(block * TOKENS, TOKENS)
     k = tl.arange(0, CHOICES)
+    # loads first: none is moved ahead of a store
     is_sent = tile_mask(t < T, k < K)
     at = tile_offsets(t, k, K)
     place = load_place(ids_TK, position_E, at, is_sent, E)
     weight = load_or_zero(weights_TK + at, is_sent)
+    place_rooms = ()
+    weight_rooms = ()
+    count_rooms = ()
+    for to in tl.static_range(SENDERS):
+        place_rooms += (load_words32(positions, to),)
+        weight_rooms += (load_room(weights, to, weights_TK),)
+        count_rooms += (load_words32(counts, to),)
+    peers, own_address, exchange, is_lost = begin_exchange(words, me, SIGNALS, RANKS, WIDTH)
     # counts: choices of each expert, tokens for each rank
     expert = tl.arange(0, PLACES)
     every_place = tl.reshape(place, [TOKENS * CHOICES])
@@ -112,15 +126,13 @@ def announce_choices_kernel(
     columns = E + n + 1
     first = line * columns
     for to in tl.static_range(SENDERS):
-        place_room = load_words32(positions, to)
-        store_inside(place_room + at, place, inside)
-        weight_room = load_room(weights, to, weights_TK)
-        store_inside(weight_room + at, weight, inside)
-        count_room = load_words32(counts, to) + first
+        store_inside(place_rooms[to] + at, place, inside)
+        store_inside(weight_rooms[to] + at, weight, inside)
+        count_room = count_rooms[to] + first
         store_inside(count_room + expert, chosen, expert < E)
         store_inside(count_room + E + group, tokens, group < n)
         tl.store(count_room + E + n, kept_room)
-    end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+    end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
 @triton.jit
@@ -132,57 +144,53 @@ def load_words32(addresses, rank):
 
 
 @triton.jit
-def sum_counts(counts_PC, column, inside, block, counted, columns, WIDTH: constexpr, STEP: constexpr):
-    """Sums of some columns of counts: over all blocks, and over those before a block."""
-    total = tl.zeros([WIDTH], tl.int32)
-    before = tl.zeros([WIDTH], tl.int32)
-    for first in range(0, counted, STEP):
+def sum_counts(counts_PC, column, inside, own, block, programs, columns, WIDTH: constexpr, STEP: constexpr):
+    """Sums of some columns of counts and of an own one: over all blocks, and over those before a block."""
+    every = tl.zeros([STEP, WIDTH], tl.int32)
+    earlier = tl.zeros([STEP, WIDTH], tl.int32)
+    own_every = tl.zeros([STEP], tl.int32)
+    own_earlier = tl.zeros([STEP], tl.int32)
+    for first in range(0, programs, STEP):
         b = numbers_from(first, STEP)
-        at = tile_pointers(counts_PC, b, column, columns)
-        held = tile_mask(b < counted, inside)
-        count = load_or_zero(at, held)
+        is_block = b < programs
+        count = load_or_zero(tile_pointers(counts_PC, b, column, columns), tile_mask(is_block, inside))
+        own_count = load_or_zero(counts_PC + b * columns + own, is_block)
         is_before = b < block
-        earlier = tl.where(is_before[:, None], count, 0)
-        total += tl.sum(count, 0)
-        before += tl.sum(earlier, 0)
-    return total, before
+        every += count
+        earlier += tl.where(is_before[:, None], count, 0)
+        own_every += own_count
+        own_earlier += tl.where(is_before, own_count, 0)
+    return tl.sum(every, 0), tl.sum(earlier, 0), tl.sum(own_every, 0), tl.sum(own_earlier, 0)
 
 
 @triton.jit
-def value_at(values, numbers, number):
-    found = tl.where(numbers == number, values, 0)
-    return tl.sum(found, 0)
+def column_at(values, numbers, number):
+    """One column of a tile whose columns have these numbers."""
+    found = tl.where(numbers[None, :] == number, values, 0)
+    return tl.sum(found, 1)
 
 
 @triton.jit
-def store_rows_of_tokens(slots_Ts, slots, token, group, T, n, ETP: constexpr):
-    """Rows of this rank's tokens, the same on all etp ranks that hold the same experts."""
-    inside = tile_mask(token < T, group < n)
-    senders = n * ETP
-    for part in tl.static_range(ETP):
-        rank = group * ETP + part
-        at = tile_pointers(slots_Ts, token, rank, senders)
-        store_inside(at, slots, inside)
+def rows_before(chosen):
+    """Sums over the tokens before each."""
+    return tl.cumsum(chosen, 0) - chosen
 
 
 @triton.jit
-def store_kept_rooms(counts_PC, room_s, group, blocks, columns, n, counted, ETP: constexpr):
+def store_kept_rooms(counts_PC, room_s, group, blocks, columns, n, is_whole, ETP: constexpr):
     """The room that each rank keeps, which stands in the last column of its first block."""
     senders = n * ETP
     for part in tl.static_range(ETP):
         rank = group * ETP + part
+        inside = rank < senders
         first = rank * blocks * columns
-        at = counts_PC + first + columns - 1
-        inside = (rank < senders) & (counted > 0)
-        room = tl.load(at, mask=inside, other=-1)
-        store_inside(room_s + rank, room, rank < senders)
+        room = tl.load(counts_PC + first + columns - 1, mask=inside, other=-1)
+        store_inside(room_s + rank, tl.where(is_whole, room, -1), inside)
 
 
 @triton.jit
-def fill_behind(out, value, share, size, limit, STEP: constexpr):
-    """Store a value in this program's share of entries, where they are at `limit` or behind."""
-    first = tl.program_id(0) * share
-    end = tl.minimum(first + share, size)
+def fill_behind(out, value, first, end, limit, STEP: constexpr):
+    """Store a value in some entries, where they are at `limit` or behind."""
     for begin in range(first, end, STEP):
         i = numbers_from(begin, STEP)
         is_behind = (i < end) & (i >= limit)
@@ -190,10 +198,8 @@ def fill_behind(out, value, share, size, limit, STEP: constexpr):
 
 
 @triton.jit
-def fill_padding(index_R, weight_R, share, R, begins, counts, STEP: constexpr):
-    """No source and no weight for this program's share of rows, where they are behind those of their expert."""
-    first = tl.program_id(0) * share
-    end = tl.minimum(first + share, R)
+def fill_padding(index_R, weight_R, first, end, begins, counts, STEP: constexpr):
+    """No source and no weight for some rows, where they are behind those of their expert."""
     for begin in range(first, end, STEP):
         r = numbers_from(begin, STEP)
         behind = r[:, None] - begins[None, :]
@@ -217,54 +223,192 @@ def first_rows(rows, is_held, MULTIPLE: constexpr, EACH: constexpr):
 
 
 @triton.jit
-def ranks_and_experts(positions_AK, source, is_token, expert, group, first, held, K: constexpr):
-    """For each token whether it goes to each rank, and how many of its choices are each expert held here."""
-    goes = is_at(source, group) * 0
-    chosen = is_at(source, expert) * 0
+def count_choices(slot, k, expert, TOKENS: constexpr, CHOICES: constexpr, HELD: constexpr, K: constexpr):
+    """How many choices of a token are each expert, and for each choice how many before it of its token are the same."""
+    chosen = tl.zeros([TOKENS, HELD], tl.int32)
+    before = tl.zeros([TOKENS, CHOICES], tl.int32)
     for number in tl.static_range(K):
-        place = tl.load(positions_AK + source + number, mask=is_token, other=-1)
-        rank = tl.where(place >= 0, place // held, -1)
-        goes = goes | is_at(rank, group)
-        chosen += is_at(place - first, expert)
-    return goes, chosen
+        of_token = column_at(slot, k, number)
+        chosen += is_at(of_token, expert)
+        is_later = k[None, :] > number
+        again = is_later & (slot == of_token[:, None])
+        before += again.to(tl.int32)
+    return chosen, before
 
 
 @triton.jit
-def store_choices(
+def arrange_block(
     positions_AK,
     weights_AK,
+    counts_PC,
     index_R,
     slots_NK,
     weight_R,
-    source,
-    is_token,
-    arrival,
-    expert,
-    next_row,
-    first,
+    block,
+    is_whole,
+    rank,
+    MOST,
+    blocks,
+    programs,
+    N,
     R,
+    E,
+    n,
+    held,
+    MULTIPLE: constexpr,
+    EACH: constexpr,
     K: constexpr,
+    CHOICES: constexpr,
+    HELD: constexpr,
+    TOKENS: constexpr,
+    STEP: constexpr,
 ):
-    """The row of each choice, in both directions, and its weight. `next_row`: of each token's first choice of each
-    expert."""
-    has_arrived = is_token & (arrival >= 0)
-    link = arrival.to(tl.int64) * K
-    for number in tl.static_range(K):
-        at = source + number
-        place = tl.load(positions_AK + at, mask=is_token, other=-1)
-        same = is_at(place - first, expert)
-        row = tl.sum(same * next_row, 1)
-        next_row += same
-        is_held = tl.sum(same, 1) > 0
-        is_here = is_held & (row >= 0) & (row < R)
-        weight = load_or_zero(weights_AK + at, is_here & has_arrived)
-        store_inside(index_R + row, arrival, is_here)
-        store_inside(weight_R + row, weight, is_here)
-        slot = tl.where(is_here, row, -1)
-        store_inside(slots_NK + link + number, slot, has_arrived)
+    """Rows of one block's choices, in both directions, and their weights."""
+    of_sender = block // blocks
+    own_block = block - of_sender * blocks
+    token = numbers_from(own_block * TOKENS, TOKENS)
+    k = tl.arange(0, CHOICES)
+    inside = tile_mask(token < MOST, k < K)
+    line = (of_sender * MOST + token).to(tl.int64)
+    at = tile_offsets(line, k, K)
+    place = tl.load(positions_AK + at, mask=inside, other=-1)
+    weight = load_or_zero(weights_AK + at, inside)
+    # choices of each expert here, and tokens that arrive: of all blocks, and of those before
+    expert = tl.arange(0, HELD)
+    is_held = expert < held
+    columns = E + n + 1
+    first = rank * held
+    rows, rows_before_block, _, tokens_before = sum_counts(
+        counts_PC, first + expert, is_held, E + rank, block, programs, columns, HELD, STEP
+    )
+    begins, _ = first_rows(rows, is_held, MULTIPLE, EACH)
+    # the row of each token, behind those that arrive from earlier blocks and tokens
+    slot = place - first
+    is_here = (slot >= 0) & (slot < held) & is_whole
+    slot = tl.where(is_here, slot, -1)
+    comes = tl.max(is_here.to(tl.int32), 1)
+    arrival = tokens_before + rows_before(comes)
+    has_arrived = (comes > 0) & (arrival >= 0) & (arrival < N)
+    arrival = tl.where(has_arrived, arrival, -1)
+    # the row of each choice: behind those of its expert in earlier blocks, tokens and choices
+    chosen, before = count_choices(slot, k, expert, TOKENS, CHOICES, HELD, K)
+    first_row = begins + rows_before_block
+    next_row = rows_before(chosen) + first_row[None, :]
+    some_slot = tl.where(is_here, slot, 0)
+    row = tl.gather(next_row, some_slot, 1) + before
+    is_row = is_here & (row >= 0) & (row < R)
+    source = arrival[:, None] + k[None, :] * 0
+    store_inside(index_R + row, source, is_row)
+    store_inside(weight_R + row, tl.where(source >= 0, weight, 0.0), is_row)
+    link = tile_offsets(arrival.to(tl.int64), k, K)
+    store_inside(slots_NK + link, tl.where(is_row, row, -1), tile_mask(has_arrived, k < K))
 
 
 @triton.jit
+def place_block(
+    positions_AK,
+    counts_PC,
+    slots_Ts,
+    room_s,
+    block,
+    is_whole,
+    sender,
+    T,
+    MOST,
+    blocks,
+    programs,
+    N,
+    E,
+    n,
+    held,
+    ETP: constexpr,
+    K: constexpr,
+    CHOICES: constexpr,
+    GROUPS: constexpr,
+    TOKENS: constexpr,
+    STEP: constexpr,
+):
+    """The row on each rank of the tokens in one block of this rank, the same on all etp ranks with the same experts."""
+    token = numbers_from(block * TOKENS, TOKENS)
+    k = tl.arange(0, CHOICES)
+    inside = tile_mask(token < MOST, k < K)
+    line = (sender * MOST + token).to(tl.int64)
+    place = tl.load(positions_AK + tile_offsets(line, k, K), mask=inside, other=-1)
+    group = tl.arange(0, GROUPS)
+    columns = E + n + 1
+    number = sender * blocks + block
+    _, tokens_before, _, _ = sum_counts(counts_PC, E + group, group < n, E, number, programs, columns, GROUPS, STEP)
+    if block == 0:
+        store_kept_rooms(counts_PC, room_s, group, blocks, columns, n, is_whole, ETP)
+    rank = tl.where((place >= 0) & is_whole, place // held, -1)
+    goes = tl.zeros([TOKENS, GROUPS], tl.int32)
+    for number_k in tl.static_range(K):
+        of_token = column_at(rank, k, number_k)
+        goes = goes | is_at(of_token, group)
+    row = tokens_before[None, :] + rows_before(goes)
+    fits = (goes > 0) & (row >= 0) & (row < N)
+    slots = tl.where(fits, row, -1)
+    is_own = tile_mask(token < T, group < n)
+    for part in tl.static_range(ETP):
+        at = tile_pointers(slots_Ts, token, group * ETP + part, n * ETP)
+        store_inside(at, slots, is_own)
+
+
+@triton.jit
+def fill_share(
+    counts_PC,
+    index_R,
+    slots_NK,
+    weight_R,
+    ends_e,
+    overflowed,
+    share,
+    shares,
+    is_whole,
+    rank,
+    programs,
+    N,
+    R,
+    E,
+    n,
+    held,
+    MULTIPLE: constexpr,
+    EACH: constexpr,
+    K: constexpr,
+    HELD: constexpr,
+    STEP: constexpr,
+    FILLED: constexpr,
+):
+    """One share of what no choice has, and with the first where experts' rows end and whether all have room."""
+    expert = tl.arange(0, HELD)
+    is_held = expert < held
+    columns = E + n + 1
+    rows, _, tokens, _ = sum_counts(
+        counts_PC, rank * held + expert, is_held, E + rank, 0, programs, columns, HELD, STEP
+    )
+    rows = tl.where(is_whole, rows, 0)
+    arrived = tl.where(is_whole, tokens, 0)
+    begins, ends = first_rows(rows, is_held, MULTIPLE, EACH)
+    last_end = tl.max(ends, 0)
+    if share == 0:
+        store_inside(ends_e + expert, tl.minimum(ends, R), is_held)
+        if (arrived > N) | (last_end > R):
+            tl.store(overflowed, 1)
+    rows_each = tl.cdiv(R, shares)
+    first_row = share * rows_each
+    end_row = tl.minimum(first_row + rows_each, R)
+    if (MULTIPLE > 1) | (EACH > 0):
+        fill_padding(index_R, weight_R, first_row, end_row, begins, rows, STEP)
+    else:
+        fill_behind(index_R, -1, first_row, end_row, last_end, FILLED)
+        fill_behind(weight_R, 0.0, first_row, end_row, last_end, FILLED)
+    links_each = tl.cdiv(N * K, shares)
+    first_link = share * links_each
+    end_link = tl.minimum(first_link + links_each, N * K)
+    fill_behind(slots_NK, -1, first_link, end_link, arrived * K, FILLED)
+
+
+@triton.jit(do_not_specialize=["sender", "rank", "T"])
 def arrange_arrivals_kernel(
     positions_AK,
     weights_AK,
@@ -293,67 +437,36 @@ def arrange_arrivals_kernel(
     MULTIPLE: constexpr,
     EACH: constexpr,
     K: constexpr,
+    CHOICES: constexpr,
     HELD: constexpr,
     GROUPS: constexpr,
     TOKENS: constexpr,
     STEP: constexpr,
     FILLED: constexpr,
 ):
-    """Rows of one block's tokens, and its share of what is filled behind the last row."""
-    block = tl.program_id(0)
-    counted = programs
+    """A program arranges the choices of one block of all ranks, places the tokens of one block of this rank, or fills
+    a share of what is left. None reads what another one writes."""
+    number = tl.program_id(0)
+    is_whole = number >= 0
     if WATCHES:  # without a rank, nothing arrives
-        is_lost = tl.load(lost) != 0
-        counted = tl.where(is_lost, 0, programs)
-    # choices of each expert here, and tokens for each rank: of all blocks, and of those before
-    number = tl.arange(0, HELD)
-    is_held = number < held
-    expert = tl.where(is_held, number, -E - 1)  # a number that no choice has
-    group = tl.arange(0, GROUPS)
-    columns = E + n + 1
-    first = rank * held
-    rows, rows_before = sum_counts(counts_PC, first + number, is_held, block, counted, columns, HELD, STEP)
-    tokens, tokens_before = sum_counts(counts_PC, E + group, group < n, block, counted, columns, GROUPS, STEP)
-    begins, ends = first_rows(rows, is_held, MULTIPLE, EACH)
-    last_end = tl.max(ends, 0)
-    arrived = value_at(tokens, group, rank)
-    if block == 0:
-        store_inside(ends_e + number, tl.minimum(ends, R), is_held)
-        store_kept_rooms(counts_PC, room_s, group, blocks, columns, n, counted, ETP)
-        if (arrived > N) | (last_end > R):
-            tl.store(overflowed, 1)
-    # the row of each token on each rank
-    of_sender = block // blocks
-    own_block = block - of_sender * blocks
-    token = numbers_from(own_block * TOKENS, TOKENS)
-    is_token = (token < MOST) & (counted > 0)
-    line = of_sender * MOST + token
-    source = line.to(tl.int64) * K
-    goes, chosen = ranks_and_experts(positions_AK, source, is_token, expert, group, first, held, K)
-    place = tl.cumsum(goes, 0) - goes + tokens_before[None, :]
-    fits = (goes > 0) & (place >= 0) & (place < N)
-    slots = tl.where(fits, place, -1)
-    if of_sender == sender:
-        store_rows_of_tokens(slots_Ts, slots, token, group, T, n, ETP)
-    # the row of each choice: behind those of its expert in earlier blocks, tokens and choices
-    is_own = group == rank
-    own_slots = tl.where(is_own[None, :], slots, 0)
-    arrival = tl.sum(own_slots, 1)
-    first_row = begins + rows_before
-    next_row = tl.cumsum(chosen, 0) - chosen + first_row[None, :]
-    store_choices(
-        positions_AK, weights_AK, index_R, slots_NK, weight_R, source, is_token, arrival, expert, next_row, first, R, K
-    )
-    # what nobody writes
-    row_share = tl.cdiv(R, programs)
-    if (MULTIPLE > 1) | (EACH > 0):
-        fill_padding(index_R, weight_R, row_share, R, begins, rows, STEP)
+        is_whole = tl.load(lost) == 0
+    if number < programs:
+        arrange_block(
+            positions_AK, weights_AK, counts_PC, index_R, slots_NK, weight_R, number, is_whole, rank,
+            MOST, blocks, programs, N, R, E, n, held, MULTIPLE, EACH, K, CHOICES, HELD, TOKENS, STEP,
+        )  # fmt: skip
+    elif number < programs + blocks:
+        place_block(
+            positions_AK, counts_PC, slots_Ts, room_s, number - programs, is_whole, sender,
+            T, MOST, blocks, programs, N, E, n, held, ETP, K, CHOICES, GROUPS, TOKENS, STEP,
+        )  # fmt: skip
     else:
-        fill_behind(index_R, -1, row_share, R, last_end, FILLED)
-        fill_behind(weight_R, 0.0, row_share, R, last_end, FILLED)
-    links = N * K
-    link_share = tl.cdiv(links, programs)
-    fill_behind(slots_NK, -1, link_share, links, arrived * K, FILLED)
+        others = programs + blocks
+        fill_share(
+            counts_PC, index_R, slots_NK, weight_R, ends_e, overflowed,
+            number - others, tl.num_programs(0) - others, is_whole, rank, programs,
+            N, R, E, n, held, MULTIPLE, EACH, K, HELD, STEP, FILLED,
+        )  # fmt: skip
 
 
 PlanRoomLists = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -379,23 +492,13 @@ def launch_announce_choices(
     tables = [address_table(each, device) for each in rooms]
     ids_TK = ids_TK.contiguous()
     weights_TK = weights_TK.contiguous()
-    inputs = (ids_TK, weights_TK, position_E)
-    tail_inputs = tail_arguments(tail, position_E)
+    tail_inputs, tail_numbers = tail_arguments(tail, position_E)
+    inputs = (ids_TK, weights_TK, position_E, *tables, *tail_inputs)
     sizes = (tokens, most, experts, ranks, held)
     widths = [width_of(size) for size in (k, experts, ranks)]
-    launch = announce_choices_kernel[(blocks,)]
-    launch(
-        *inputs,
-        *tables,
-        *numbers,
-        *sizes,
-        *tail_inputs,
-        senders,
-        k,
-        *widths,
-        BLOCK_TOKENS,
-        num_warps=8,
-    )
+    constants = (senders, k, *widths, BLOCK_TOKENS)
+    all_numbers = (*numbers, *sizes, *tail_numbers, *constants)
+    launch_kept(announce_choices_kernel, (blocks,), inputs, all_numbers, WARPS)
 
 
 def launch_arrange_arrivals(
@@ -424,36 +527,24 @@ def launch_arrange_arrivals(
     flags = (overflowed, lost if watches else overflowed)
     bounds = (shape.arriving, shape.rows)
     sizes = (shape.tokens, most, blocks, programs, *bounds, experts, ranks, shape.held)
-    widths = (width_of(shape.held), width_of(ranks))
+    widths = (width_of(k), width_of(shape.held), width_of(ranks))
     step = counted_blocks(programs, shape.held)
-    launch = arrange_arrivals_kernel[(programs,)]
-    launch(
-        *rooms,
-        *arranged,
-        *flags,
-        shape.sender,
-        shape.rank,
-        *sizes,
-        watches,
-        shape.etp,
-        shape.multiple,
-        shape.each,
-        k,
-        *widths,
-        BLOCK_TOKENS,
-        step,
-        FILLED,
-        num_warps=8,
-    )
+    shares = -(-programs // 2)  # with four ranks of 4,096 tokens all programs run at a time
+    grid = (programs + blocks + shares,)
+    constants = (watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, step, FILLED)
+    numbers = (shape.sender, shape.rank, *sizes, *constants)
+    launch_kept(arrange_arrivals_kernel, grid, (*rooms, *arranged, *flags), numbers, WARPS)
     return arranged
 
 
+@cache
 def counted_blocks(blocks: int, held: int) -> int:
     """Blocks whose counts are loaded at a time: all of them, if they are not too many."""
     most = COUNTS // width_of(held)
     return max(16, min(most, width_of(blocks)))
 
 
+@cache
 def width_of(size: int) -> int:
     """The power of two that holds so many."""
     return max(2, triton.next_power_of_2(size))

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from moefold.kernels.kept_launch_triton import launch_kept
 from moefold.kernels.routing.exchange_tail import ExchangeTail
-from moefold.kernels.routing.peer_signals_triton import end_exchange, tail_arguments
+from moefold.kernels.routing.peer_signals_triton import begin_exchange, end_exchange, tail_arguments
 from moefold.kernels.routing.rows_triton import columns_of_program
 from moefold.kernels.tile_triton import (
     load_or_zero,
@@ -49,19 +50,19 @@ def load_slots(slots, n, column, inside, COLUMNS: constexpr):
     return slot.to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turn", "T", "me"])
 def push_peer_rows_kernel(
     x_TD,
     slots_Ts,
     addresses,
     room_s,
+    words,
+    fault_2,
+    finished,
     turn,
     room_size,
     T,
     D,
-    words,
-    fault_2,
-    finished,
     me,
     patience,
     SIGNALS: constexpr,
@@ -78,29 +79,34 @@ def push_peer_rows_kernel(
     c = program_block(1, COLS)
     is_token = t < T
     is_column = c < D
+    # loads first: none is moved ahead of a store
     x = load_or_zero(tile_pointers(x_TD, t, c, D), tile_mask(is_token, is_column))
+    slots = ()
+    rooms = ()
     for rank in tl.static_range(SENDERS):
-        slot = load_slots(slots_Ts, t, rank, is_token, SENDERS)
+        slots += (load_slots(slots_Ts, t, rank, is_token, SENDERS),)
         number = tl.zeros([], tl.int64) + turn
         if CHOSEN:
             kept = tl.load(room_s + rank).to(tl.int64)
             number = tl.where(kept >= 0, kept, number)
-        room = load_room(addresses, rank, x_TD) + number * room_size
-        at = tile_pointers(room, slot, c, D)
-        store_inside(at, x, tile_mask(slot >= 0, is_column))
-    end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+        rooms += (load_room(addresses, rank, x_TD) + number * room_size,)
+    peers, own_address, exchange, is_lost = begin_exchange(words, me, SIGNALS, RANKS, WIDTH)
+    for rank in tl.static_range(SENDERS):
+        at = tile_pointers(rooms[rank], slots[rank], c, D)
+        store_inside(at, x, tile_mask(slots[rank] >= 0, is_column))
+    end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["me"])
 def sum_rows_into_kernel(
     y_RD,
     slots_NK,
     room_ND,
-    N,
-    D,
     words,
     fault_2,
     finished,
+    N,
+    D,
     me,
     patience,
     SIGNALS: constexpr,
@@ -113,6 +119,7 @@ def sum_rows_into_kernel(
     WIDE: constexpr,
 ):
     """A part of the sums over some sources' rows, in their order. Sources without rows are left out."""
+    peers, own_address, exchange, is_lost = begin_exchange(words, me, SIGNALS, RANKS, WIDTH)
     n = wide_program_id(0) * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
     is_column = c < D
@@ -126,10 +133,10 @@ def sum_rows_into_kernel(
         total += y.to(WIDE)
     rounded = total.to(room_ND.dtype.element_ty)
     store_inside(tile_pointers(room_ND, n, c, D), rounded, tile_mask(has_rows, is_column))
-    end_exchange(words, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+    end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def sum_peer_rows_kernel(
     slots_Ts,
     addresses,
@@ -178,6 +185,7 @@ class TileShape(NamedTuple):
     grid: tuple[int, int]
 
 
+@lru_cache(maxsize=256)
 def tile_shape(tokens: int, width: int) -> TileShape:
     cols = columns_of_program(width, 1024)
     rows = max(1, TILE // cols)
@@ -199,9 +207,11 @@ def launch_push_peer_rows(
     is_chosen = room_s is not None
     chosen = room_s if is_chosen else addresses
     room_size = rooms[0].stride(0)
-    inputs = (x_TD.contiguous(), slots_Ts, addresses, chosen, turn, room_size, tokens, d)
-    launch = push_peer_rows_kernel[grid]
-    launch(*inputs, *tail_arguments(tail, addresses), len(rooms), is_chosen, rows, cols, num_warps=WARPS)
+    tail_inputs, tail_numbers = tail_arguments(tail, addresses)
+    inputs = (x_TD.contiguous(), slots_Ts, addresses, chosen, *tail_inputs)
+    constants = (len(rooms), is_chosen, rows, cols)
+    numbers = (turn, room_size, tokens, d, *tail_numbers, *constants)
+    launch_kept(push_peer_rows_kernel, grid, inputs, numbers, WARPS)
 
 
 def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
@@ -210,10 +220,10 @@ def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: 
     if not n:
         return
     rows, cols, grid = tile_shape(n, d)
-    inputs = (y_RD.contiguous(), slots_NK.contiguous(), room_ND, n, d)
-    tail_inputs = tail_arguments(tail, slots_NK)
-    launch = sum_rows_into_kernel[grid]
-    launch(*inputs, *tail_inputs, k, rows, cols, wide_type(y_RD.dtype), num_warps=WARPS)
+    tail_inputs, tail_numbers = tail_arguments(tail, slots_NK)
+    inputs = (y_RD.contiguous(), slots_NK.contiguous(), room_ND, *tail_inputs)
+    numbers = (n, d, *tail_numbers, k, rows, cols, wide_type(y_RD.dtype))
+    launch_kept(sum_rows_into_kernel, grid, inputs, numbers, WARPS)
 
 
 def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
@@ -224,9 +234,8 @@ def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
     if out_TD.numel():
         addresses = address_table(rooms, like.device)
         rows, cols, grid = tile_shape(tokens, d)
-        launch = sum_peer_rows_kernel[grid]
-        sizes = (tokens, d, len(rooms), rows, cols)
-        launch(slots_Ts, addresses, out_TD, *sizes, wide_type(like.dtype), num_warps=WARPS)
+        numbers = (tokens, d, len(rooms), rows, cols, wide_type(like.dtype))
+        launch_kept(sum_peer_rows_kernel, grid, (slots_Ts, addresses, out_TD), numbers, WARPS)
     return out_TD
 
 

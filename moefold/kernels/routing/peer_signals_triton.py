@@ -14,6 +14,7 @@ kernel of its own, or the last program of a kernel that has written to rooms (`e
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import triton
@@ -22,6 +23,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language.extra.cuda import globaltimer
 
+from moefold.kernels.kept_launch_triton import launch_kept
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 
 NANOSECONDS = 1e9
@@ -52,28 +54,39 @@ def late_ranks(own_words, rank, number, inside):
 
 
 @triton.jit
-def note_lost_rank(late, rank, number, own_words, fault_2, RANKS: constexpr, WIDTH: constexpr):
+def note_lost_rank(late, rank, number, is_lost, own_words, fault_2, RANKS: constexpr, WIDTH: constexpr):
     """Name the first rank that is late in memory of the host, unless one was named before."""
-    is_named = tl.load(own_words + RANKS + 1)
     first = tl.min(tl.where(late > 0, rank, WIDTH))
-    if (tl.sum(late) > 0) & (is_named == 0):
+    if (tl.sum(late) > 0) & (is_lost == 0):
         tl.store(fault_2 + 1, number)
         tl.store(fault_2, first.to(tl.int64) + 1)
         tl.store(own_words + RANKS + 1, 1)
 
 
 @triton.jit
-def exchange_signals(addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr):
+def load_words(addresses, me, RANKS: constexpr, WIDTH: constexpr):
+    """Addresses of the words of each rank and of this one, the number of its next exchange, and whether a rank is lost.
+    Only kernels of this rank write the two numbers, each at its very end."""
+    rank = tl.arange(0, WIDTH)
+    words = tl.load(addresses + rank, mask=rank < RANKS, other=0)
+    own_address = tl.load(addresses + me)
+    own_words = as_words(own_address)
+    number = tl.load(own_words + RANKS) + 1
+    is_lost = tl.load(own_words + RANKS + 1)
+    return words, own_address, number, is_lost
+
+
+@triton.jit
+def exchange_signals(
+    words, own_address, number, is_lost, fault_2, me, patience,
+    RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
+):  # fmt: skip
     """Signal to all ranks, and wait for the signals of all."""
     rank = tl.arange(0, WIDTH)
     inside = rank < RANKS
-    words = as_words(tl.load(addresses + rank, mask=inside, other=0))
-    own_words = as_words(tl.load(addresses + me))
-    number = tl.load(own_words + RANKS) + 1
-    is_lost = tl.load(own_words + RANKS + 1)
-    tl.debug_barrier()  # all lanes have read what one of them writes at the end
+    own_words = as_words(own_address)
     numbers = tl.zeros([WIDTH], tl.int64) + number
-    tl.atomic_xchg(words + me, numbers, mask=inside, sem="release", scope="sys")
+    tl.atomic_xchg(as_words(words) + me, numbers, mask=inside, sem="release", scope="sys")
     late = late_ranks(own_words, rank, numbers, inside)
     looks = number * 0
     begin = read_clock(looks, CLOCKED)
@@ -83,57 +96,71 @@ def exchange_signals(addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: 
         late = late_ranks(own_words, rank, numbers, inside)
         looks += 1
         waited = read_clock(looks, CLOCKED) - begin
-    note_lost_rank(late, rank, number, own_words, fault_2, RANKS, WIDTH)
+    note_lost_rank(late, rank, number, is_lost, own_words, fault_2, RANKS, WIDTH)
     tl.store(own_words + RANKS, number)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["me"])
 def exchange_signals_kernel(
     addresses, fault_2, me, patience, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr
 ):  # fmt: skip
-    exchange_signals(addresses, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+    words, own_address, number, is_lost = load_words(addresses, me, RANKS, WIDTH)
+    tl.debug_barrier()  # all lanes have read what one of them writes at the end
+    exchange_signals(words, own_address, number, is_lost, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+
+
+@triton.jit
+def begin_exchange(addresses, me, SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr):
+    """What the last program needs to signal. All load it, as none knows that it is the last: ahead of their work, so
+    that no signal waits for it. `addresses`: of the words of all ranks."""
+    words = tl.zeros([WIDTH], tl.int64)
+    own_address = tl.zeros([], tl.int64)
+    number = own_address
+    is_lost = own_address
+    if SIGNALS:
+        words, own_address, number, is_lost = load_words(addresses, me, RANKS, WIDTH)
+    return words, own_address, number, is_lost
 
 
 @triton.jit
 def end_exchange(
-    words, fault_2, finished, me, patience,
+    words, own_address, number, is_lost, fault_2, finished, me, patience,
     SIGNALS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
 ):  # fmt: skip
-    """The end of a program that has written to rooms: the last of all programs signals and waits. `words`: addresses of
-    the words of all ranks."""
+    """The end of a program that has written to rooms: the last of all programs signals and waits."""
     if SIGNALS:
         tl.debug_barrier()  # all threads of the program have written
         before = tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu")
         programs = tl.num_programs(0) * tl.num_programs(1)
         if before == programs - 1:
             tl.store(finished, 0)
-            exchange_signals(words, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
+            exchange_signals(words, own_address, number, is_lost, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
 
 
 class TailArguments(NamedTuple):
-    """Arguments of `end_exchange`."""
+    """Arguments of `end_exchange`: `words`, `fault_2` and `finished`; and `me`, `patience`, `SIGNALS`, `RANKS`, `WIDTH`
+    and `CLOCKED`."""
 
-    words: Tensor
-    fault_2: Tensor
-    finished: Tensor
-    me: int
-    patience: int
-    signals: bool
-    ranks: int
-    width: int
-    clocked: bool
+    tensors: tuple[Tensor, Tensor, Tensor]
+    numbers: tuple[int, int, bool, int, int, bool]
 
 
 def tail_arguments(tail: ExchangeTail | None, unused: Tensor) -> TailArguments:
     """Arguments of a kernel that gives the signals of an exchange, or without a tail does not. `unused`: any tensor."""
     if tail is None:
-        return TailArguments(unused, unused, unused, 0, 0, False, 1, 1, False)
+        return TailArguments((unused, unused, unused), (0, 0, False, 1, 1, False))
     tail.is_given = True
     ranks = len(tail.addresses)
-    width = triton.next_power_of_2(ranks)
     clocked = tail.addresses.is_cuda
     limit = patience_limit(tail.patience, clocked)
-    return TailArguments(tail.addresses, tail.fault_2, tail.finished, tail.me, limit, True, ranks, width, clocked)
+    numbers = (tail.me, limit, True, ranks, lanes_of(ranks), clocked)
+    return TailArguments((tail.addresses, tail.fault_2, tail.finished), numbers)
+
+
+@cache
+def lanes_of(ranks: int) -> int:
+    """A lane for each rank."""
+    return triton.next_power_of_2(ranks)
 
 
 def patience_limit(patience: float, clocked: bool) -> int:
@@ -145,6 +172,6 @@ def launch_exchange_signals(tail: ExchangeTail) -> None:
     ranks = len(tail.addresses)
     clocked = tail.addresses.is_cuda
     limit = patience_limit(tail.patience, clocked)
-    width = triton.next_power_of_2(ranks)
-    launch = exchange_signals_kernel[(1,)]
-    launch(tail.addresses, tail.fault_2, tail.me, limit, ranks, width, clocked, num_warps=1)
+    width = lanes_of(ranks)
+    inputs = (tail.addresses, tail.fault_2)
+    launch_kept(exchange_signals_kernel, (1,), inputs, (tail.me, limit, ranks, width, clocked), 1)

@@ -1,0 +1,41 @@
+"""Launches of compiled kernels: what they are known by, and on a GPU that known ones do the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moefold.kernels import kept_launch_triton
+from moefold.kernels.kept_launch_triton import launch_key, three_sizes
+from moefold.kernels.routing.peer_rows import drawn_slots, sum_peer_rows
+from moefold.kernels.routing.peer_rows_triton import launch_sum_peer_rows
+
+
+def test_other_types_alignments_and_numbers_are_other_launches_and_other_addresses_are_not():
+    x = torch.zeros(64)
+    same = launch_key((x,), (3, True))
+    assert launch_key((torch.ones(8),), (3, True)) == same
+    others = [(x.double(), (3, True)), (x[1:], (3, True)), (x, (16, True)), (x, (3, False)), (x, (3, True, 1))]
+    keys = {launch_key((tensor,), given) for tensor, given in others}
+    assert len(keys) == len(others)
+    assert same not in keys
+    assert launch_key((x[4:],), (3, True)) == same
+
+
+def test_a_compiled_kernel_is_given_three_sizes_of_a_grid():
+    assert [three_sizes(grid) for grid in ((5,), (5, 2), (5, 2, 3))] == [(5, 1, 1), (5, 2, 1), (5, 2, 3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [16, 33])
+def test_a_known_launch_reads_and_writes_the_tensors_that_it_is_given(tokens: int):
+    kept_launch_triton.known_launches.clear()
+    slots = drawn_slots(tokens, 2, "cuda")
+    for _ in range(3):
+        rooms = [torch.randn(tokens + 1, 32, device="cuda") for _ in range(2)]
+        sums = launch_sum_peer_rows(rooms, slots)
+        torch.testing.assert_close(sums, sum_peer_rows(rooms, slots))
+    assert len(kept_launch_triton.known_launches) == 1
