@@ -18,7 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.anatomy.stage_contents import layout_letters, pipeline_layout, pipeline_program, rank_of_each_stage
+from moefold.anatomy.stage_contents import (
+    layout_letters,
+    pair_kind,
+    pipeline_layout,
+    pipeline_program,
+    rank_of_each_stage,
+)
 from moefold.config.rules import check_config
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World, create_world, single_rank_world
@@ -57,7 +63,7 @@ class Case:
 
     def __str__(self) -> str:
         c, p = self.config.pipeline, self.config.parallel
-        passes = " ".join(name for name in ("pair", "defer") if getattr(c, name))
+        passes = " ".join([pair_kind(c), *(["defer"] if c.defer else [])])
         beside = " ".join(f"{k}{getattr(p, k)}" for k in ("tp", "cp", "ep", "etp") if getattr(p, k) > 1)
         each = self.config.train.global_batch // max(1, self.world // (p.pp * p.tp * p.cp))
         return f"{c.schedule} pp{p.pp} vpp{c.vpp} {each} microbatches {pipeline_layout(self.config)} {passes} {beside}"
@@ -250,6 +256,31 @@ def test_pairing_a_forward_with_a_backward_keeps_the_bits_of_one_rank():
     assert not found, "\n".join(found)
 
 
+ALIKE: dict[str, Any] = {"pair": True, "pairs": "alike"}
+IN_STEP = [
+    ("1f1b", 1, 1, 5, {}),
+    ("1f1b", 2, 1, 5, {"fill": False}),
+    ("interleaved", 2, 2, 6, {}),
+    ("zb_h1", 2, 2, 5, {}),
+    ("gpipe", 2, 1, 3, {"fill": False}),
+    ("1f1b", 2, 1, 8, {"defer": True}),
+    ("zb_v", 2, 2, 8, {}),
+]
+
+
+@pytest.mark.extended
+def test_two_microbatches_in_step_keep_the_bits_of_one_rank():
+    for pp in (1, 2):
+        cases = [
+            unevenly(case(base(), PipelineConfig(name, vpp, **ALIKE, **more), m, pp, layers=6, pp=pp), 5)
+            for name, ranks, vpp, m, more in IN_STEP
+            if ranks == pp
+        ]
+        assert all(any(is_paired(slot) for slots in program_of_case(each) for slot in slots) for each in cases)
+        found = disagreements(cases)
+        assert not found, "\n".join(found)
+
+
 BESIDE: list[dict[str, Any]] = [
     {"ep": 2, "dispatcher": "all_to_all"},
     {"tp": 2},
@@ -263,7 +294,7 @@ BESIDE: list[dict[str, Any]] = [
 @pytest.mark.extended
 def test_every_schedule_and_vpp_agrees_with_one_rank_with_expert_and_tensor_parallelism_beside_it():
     """On 4 ranks in 2 stages and more, with two ranks a stage that share experts, heads, sequences or nothing."""
-    beside, passes = itertools.cycle(BESIDE), itertools.cycle([{}, {"pair": True}, {"defer": True}, {"pair": True}])
+    beside, passes = itertools.cycle(BESIDE), itertools.cycle([{}, {"pair": True}, {"defer": True}, ALIKE])
     counts, routings = itertools.cycle([3, 1, 5, 2]), itertools.cycle(["learned", "empty experts", "one expert"])
     cases = []
     for seed, (name, pp, vpp) in enumerate(each for each in ALL if each[1] == 2):
@@ -280,6 +311,7 @@ EIGHT: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("1f1b", 1, {"pair": True}, {"pp": 2, "ep": 4, "tp": 2, "dispatcher": "all_to_all"}),
     ("dualpipe_v", 2, {}, {"pp": 2, "ep": 2, "etp": 2, "tp": 2}),
     ("interleaved", 3, {"pair": True, "defer": True}, {"pp": 4, "ep": 2, "dispatcher": "dedup"}),
+    ("1f1b", 2, ALIKE, {"pp": 2, "ep": 4, "tp": 2, "dispatcher": "all_to_all"}),
     ("zb_v", 2, {}, {"pp": 4, "tp": 2}),
     ("zb_h1", 2, {}, {"pp": 2, "cp": 2, "tp": 2, "ep": 2, "dispatcher": "all_gather"}),
 ]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.anatomy.step_specs import StepSpec, block_step_specs, look_ahead_step, predict_step
-from moefold.config.run import Config, ModelConfig
+from moefold.config.run import Config, ModelConfig, PipelineConfig
 from moefold.schedule.balance_stages import propose_layout
-from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
+from moefold.schedule.passes import PairKind, apply_passes
 from moefold.schedule.program import Program
 from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 from moefold.schedule.stage_layout import StageLayout, parse_layout
@@ -147,8 +147,9 @@ def pipeline_program(config: Config, microbatches: int) -> Program:
     pipeline = config.pipeline
     pp = config.parallel.pp
     program = build_program(pipeline.schedule, pp, pipeline.vpp, microbatches)
-    if pipeline.pair:
-        program = pair_forward_with_backward(program)
-    if pipeline.defer:
-        program = defer_weight_grads(program)
-    return program
+    return apply_passes(program, pair_kind(pipeline), pipeline.defer)
+
+
+def pair_kind(pipeline: PipelineConfig) -> PairKind:
+    """Which passes share slots."""
+    return pipeline.pairs if pipeline.pair else "none"

@@ -4,8 +4,9 @@ Each all-to-all of rows is slowed, as on a slow network: it takes a given time f
 of it for a part of them. With `--experts-ms` the model is narrow and its experts are slowed too, so that they compute
 for a known time. The variants of a step are measured in one run: one microbatch after the other; the same with shared
 experts, which compute beside the all-to-all of their own microbatch; in row chunks, of which one computes while another
-is sent; a forward paired with a backward; and paired, with weight gradients split off to fill gaps. All send the same
-rows. Exposed time is the part of all-to-alls of rows in which the compute lane waits or runs them itself.
+is sent; a forward paired with a backward; two forwards, and two backwards, paired; and a forward with a backward whose
+weight gradients are split off to fill gaps. All send the same rows. Exposed time is the part of all-to-alls of rows in
+which the compute lane waits or runs them itself.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ OVERLAP_WAYS = {
         PipelineConfig(), shared_ffn=512, row_chunks=4
     ),
     "paired": OverlapWay(PipelineConfig(pair=True, fill=False)),
+    "two forwards, two backwards paired": OverlapWay(PipelineConfig(pair=True, pairs="alike", fill=False)),
     "paired, weight gradients fill gaps": OverlapWay(PipelineConfig(pair=True)),
 }
 EXPERT_STEPS = ("shared", "experts")

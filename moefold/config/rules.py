@@ -23,6 +23,7 @@ from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.mixture_weights import weight_problems
 from moefold.config.model_rules import MODEL_RULES
 from moefold.config.optimizer_groups import group_problems, parse_groups
+from moefold.config.pair_rules import PAIR_RULES
 from moefold.config.precision_rules import PRECISION_RULES
 from moefold.config.preference_rules import PREFERENCE_RULES
 from moefold.config.room_rules import ROOM_RULES
@@ -752,6 +753,7 @@ RULES: list[ConfigRule] = [
     *STASH_RULES,
     *ROOM_RULES,
     *STATIC_GRAPH_RULES,
+    *PAIR_RULES,
     *SHARD_RULES,
     *CLONE_RULES,
     *CHUNK_RULES,

@@ -442,7 +442,10 @@ class PipelineConfig:
     layout: str = key("", "pieces of each stage, as Et*3|(tt|)*29m|L; by default the most even cut")
     pair: bool = key(
         False,
-        "run a forward and a backward in one slot, so that the all-to-all of one overlaps the compute of the other",
+        "run passes of two microbatches in one slot, so that the all-to-all of one overlaps the compute of the other",
+    )
+    pairs: Literal["opposite", "alike"] = key(
+        "opposite", "with pair: opposite has a forward and a backward in a slot, alike two forwards or two backwards"
     )
     fill: bool = key(True, "with pair: weight gradients are split off and fill the gaps of a slot")
     defer: bool = key(False, "weight gradients are deferred, so that the inputs of other ranks are computed first")

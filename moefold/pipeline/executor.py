@@ -1,16 +1,16 @@
 """The pipeline executor: runs this rank's part of a program slot by slot (forwards, data and weight gradients).
 
 What is sent and received follows from the program alone. Between stages one tensor is sent, the cargo: the residual
-stream and, behind multi-token prediction layers, the streams that they set aside. In a paired slot the steps of a
-forward and of a backward are interleaved, so that the all-to-all of one runs while the other computes. In every slot,
-steps that need no exchange of their own microbatch run beside it: shared experts.
+stream and, behind multi-token prediction layers, the streams that they set aside. In a paired slot the steps of two
+passes are interleaved, so that the all-to-all of one runs while the other computes. In every slot, steps that need no
+exchange of their own microbatch run beside it: shared experts.
 
 N streams of T tokens of width D.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
@@ -499,26 +499,34 @@ class StepRun:
         shape = streams, tokens, model.model.hidden
         return like.new_empty(shape)
 
-    # ---- paired slots: a forward and a backward, interleaved ----
+    # ---- paired slots: passes of two microbatches, interleaved ----
 
     def run_paired_slot(self, slot: Slot) -> None:
-        """A forward and a backward of different microbatches. Weight gradients of the slot fill gaps of the compute
+        """Forwards and backwards of different microbatches. Weight gradients of the slot fill gaps of the compute
         lane."""
-        by_kind = {op.kind: op for op in slot}
-        forward_op = by_kind["F"]
-        backward_op = by_kind["D"]
-        carry = self.begin_carry(forward_op)
-        forward = self.forward_work(forward_op, carry)
+        forwards: dict[PipelineOp, ForwardWork] = {}
+        backwards: dict[PipelineOp, BackwardWork] = {}
         # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that.
         fillers: DeferredQueue = []
-        queue = self.weight_grad_queue(slot, backward_op, fillers)
-        backward = self.backward_work(backward_op, queue)
-        self.run_strands([forward, backward], fillers)
-        if queue is fillers:
-            self.executor.gradients.end_deferred_gradients(backward_op.stage)
-        out = forward.passage.out
-        self.send_activation(forward_op, out)
-        self.send_gradient(backward_op, backward.passage)
+        for op in slot:
+            if op.kind == "F":
+                carry = self.begin_carry(op)
+                forwards[op] = self.forward_work(op, carry)
+            elif op.kind == "D":
+                queue = self.weight_grad_queue(slot, op, fillers)
+                backwards[op] = self.backward_work(op, queue)
+        self.run_strands([*forwards.values(), *backwards.values()], fillers)
+        self.end_filled_gradients(backwards, fillers)
+        for op, forward in forwards.items():
+            self.send_activation(op, forward.passage.out)
+        for op, backward in backwards.items():
+            self.send_gradient(op, backward.passage)
+
+    def end_filled_gradients(self, backwards: Mapping[PipelineOp, BackwardWork], fillers: DeferredQueue) -> None:
+        """Tell the gradients which stages have all weight gradients of a slot that filled its gaps."""
+        stages = {op.stage for op, work in backwards.items() if work.queue is fillers}
+        for stage in sorted(stages):
+            self.executor.gradients.end_deferred_gradients(stage)
 
     def weight_grad_queue(self, slot: Slot, op: PipelineOp, fillers: DeferredQueue) -> DeferredQueue | None:
         """Where the weight gradients of a paired backward go: to a later W, to the slot's fillers, or nowhere (None:

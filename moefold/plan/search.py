@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from moefold.anatomy.frozen_base import base_products
+from moefold.anatomy.stage_contents import pair_kind
 from moefold.config.errors import UserError
 from moefold.config.memory_regions import REGIONS
 from moefold.config.rule import ConfigOnRanks
@@ -240,7 +241,8 @@ def micro_batch_choices(config: Config, fixed: FixedKeys) -> list[int]:
 
 
 def pairing_choices(config: Config, fixed: FixedKeys) -> list[bool]:
-    if "pipeline.pair" in fixed:
+    is_given = "pipeline.pair" in fixed or pair_kind(config.pipeline) == "alike"
+    if is_given:
         return [config.pipeline.pair]
     return [False, True]
 

@@ -2,14 +2,16 @@
 
     defer_weight_grads            D+W                ->   D  ...  W          weight gradients fill later gaps
     pair_forward_with_backward    F   D+W            ->   F+D+W              communication overlaps with compute
+    pair_alike                    F   F   D+W   D+W  ->   F+F   D+D+W+W      the same, by two microbatches in step
 
-Pairing comes first when both are wanted: `defer_weight_grads(pair_forward_with_backward(program))`.
+`apply_passes` has the order of those that a run wants.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 from moefold.schedule.program import (
     PipelineOp,
@@ -18,11 +20,25 @@ from moefold.schedule.program import (
     Slot,
     last_stage_of,
     op_dependencies,
+    ops_with_ranks,
     walk_program,
 )
 
 RankBackward = RankSlots  # a slot with D, then the slots of lone W that followed it
 SlotCondition = Callable[[Slot], bool]
+PairKind = Literal["none", "opposite", "alike"]
+
+
+def apply_passes(program: Program, pairs: PairKind, defer: bool) -> Program:
+    """The program of a run. A rank that pairs a forward with a backward defers weight gradients of pairs; of two
+    microbatches in step both defer what one would."""
+    if pairs == "opposite":
+        program = pair_forward_with_backward(program)
+    if defer:
+        program = defer_weight_grads(program)
+    if pairs == "alike":
+        program = pair_alike(program)
+    return program
 
 
 def defer_weight_grads(program: Program) -> Program:
@@ -123,7 +139,33 @@ def split_directions(slots: RankSlots) -> tuple[deque[Slot], deque[RankBackward]
     return forwards, backwards
 
 
+def pair_alike(program: Program) -> Program:
+    """The program with two neighbouring microbatches in step: their forwards share slots, and their backwards do. The
+    slots are those that the program has for the first half of its microbatches; twice as many are live, as in a run
+    whose microbatches are twice as large. Of an odd number the last one is alone."""
+    microbatches = 1 + max((op.microbatch for _, op in ops_with_ranks(program)), default=-1)
+    pairs = (microbatches + 1) // 2
+    paired: Program = []
+    for slots in program:
+        of_rank: list[Slot] = []
+        for slot in slots:
+            first_half = [op for op in slot if op.microbatch < pairs]
+            both = [twin for op in first_half for twin in ops_in_step(op, microbatches)]
+            if both:
+                of_rank.append(tuple(both))
+        paired.append(of_rank)
+    return paired
+
+
+def ops_in_step(op: PipelineOp, microbatches: int) -> Iterator[PipelineOp]:
+    """The ops of the two microbatches for which an op's microbatch stands."""
+    first = 2 * op.microbatch
+    for microbatch in range(first, min(first + 2, microbatches)):
+        yield op._replace(microbatch=microbatch)
+
+
 PROGRAM_PASSES: dict[str, Callable[[Program], Program]] = {
     "pair": pair_forward_with_backward,
+    "alike": pair_alike,
     "defer": defer_weight_grads,
 }

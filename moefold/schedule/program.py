@@ -82,9 +82,10 @@ def rank_by_stage(program: Program) -> list[int]:
 
 
 def is_paired(slot: Slot) -> bool:
-    """Whether a forward and a backward share the slot, so that one's communication overlaps the other's compute."""
-    kinds = {op.kind for op in slot}
-    return "F" in kinds and "D" in kinds
+    """Whether passes of several microbatches share the slot, so that one's communication overlaps the other's
+    compute."""
+    passes = [op for op in slot if op.kind != "W"]
+    return len(passes) > 1
 
 
 def slot_text(slot: Slot) -> str:

@@ -27,6 +27,7 @@ PREFERENCES = (
 SYMMETRIC = "--parallel.ep=2 --parallel.dispatcher=symmetric"
 CHUNKS = "--parallel.ep=2 --parallel.row_chunks=2"
 CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
+IN_STEP = "--pipeline.pair=true --pipeline.pairs=alike"
 
 SAMPLES = "--data.batch_of=samples --data.packing=best_fit --data.attend=document"
 
@@ -253,6 +254,18 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "recomputed exchanges of paired slots have one order": [
         ("--memory.recompute=moe@1 --pipeline.pair=true --parallel.tp=2", 2, "pipeline.pair = true"),
         ("--memory.recompute=layer@1-2 --pipeline.pair=true --parallel.cp=2", 2, "parallel.cp = 2"),
+    ],
+    "passes in step are paired": [
+        ("--pipeline.pairs=alike", 1, "pipeline.pair = false"),
+        (f"{IN_STEP} --parallel.pp=2 --pipeline.schedule=dualpipe_v --pipeline.vpp=2", 2, "dualpipe_v"),
+    ],
+    "weights of passes in step stay": [
+        (f"{IN_STEP} --shard.mode=zero3", 2, "shard.mode = zero3"),
+        (f"{IN_STEP} --memory.offload=expert_weights --lora.rank=4", 1, "memory.offload = expert_weights"),
+    ],
+    "clones are of one microbatch": [(f"{CLONES} {IN_STEP} --pipeline.fill=false", 2, "parallel.clone_slots = 2")],
+    "static graphs have one microbatch in a layer": [
+        (f"{IN_STEP} --memory.graphs=static --train.device=cuda", 1, "memory.graphs = static"),
     ],
     "a stack is of one microbatch at a time": [
         ("--memory.stash=stack --parallel.pp=2", 2, "parallel.pp = 2"),

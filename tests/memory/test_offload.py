@@ -239,7 +239,7 @@ def late_layers(world: World, config: Config) -> tuple[int, int, int]:
     return offloader.copied_bytes, offloader.late_layers, len(offloader.leaving)
 
 
-@pytest.mark.parametrize("layout", ["zero bubble", "paired", "interleaved on eight ranks"])
+@pytest.mark.parametrize("layout", ["zero bubble", "paired", "two microbatches in step", "interleaved on eight ranks"])
 def test_copies_back_begin_in_time_in_any_schedule(layout: str):
     size, words = LAYOUTS[layout]
     degrees = ["--train.global_batch", "8", "--train.micro_batch", "1", "--model.attention.kv_heads", "2"]

@@ -180,6 +180,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and the layout
         ["--parallel.pp", "2", "--parallel.tp", "2", "--parallel.ep", "2", "--pipeline.schedule", "zb_h1"],
     ),
     "paired": (4, ["--parallel.pp", "2", "--parallel.ep", "2", "--pipeline.pair", "true", "--pipeline.defer", "true"]),
+    "two microbatches in step": (
+        4,
+        ["--parallel.pp", "2", "--parallel.ep", "2", "--pipeline.pair", "true", "--pipeline.pairs", "alike"],
+    ),
     "latent attention over tp": (4, ["--parallel.tp", "2", "--parallel.ep", "4", *LATENT_ATTENTION]),
     "everything on eight ranks": (
         8,
@@ -240,7 +244,7 @@ def test_regions_that_communicate_are_equal_to_the_bit_on_every_rank(layout: str
     degrees = [*SIZES, "--train.global_batch", "8", "--model.attention.kv_heads", "2", *words]
     config = with_few_microbatches(resolve_recipe("tiny", degrees, size), size)
     choices = choices_for(config, size)
-    if layout in ("zero bubble", "paired"):
+    if layout in ("zero bubble", "paired", "two microbatches in step"):
         choices += STASHES
     configs = [config, *(recomputing(config, choice) for choice in choices)]
     for kept, *rebuilt in run_ranks(trace_choices, size, configs):

@@ -105,6 +105,19 @@ def test_all_travel_of_a_paired_slot_but_its_last_has_work_of_the_other_microbat
     assert len(uncovered) <= slots + without_work, f"waited for with nothing beside it: {uncovered}"
 
 
+def test_all_travel_of_microbatches_in_step_but_the_last_has_work_of_the_other_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = config_of(PipelineConfig(pair=True, pairs="alike", fill=False), 1)
+    faces = Faces(monkeypatch)
+    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+    train_step(run, run.loader.next_batch())
+    slots, layers = 4, config.model.layers  # two forwards or two backwards in each
+    assert len(faces.faced) == slots * 4 * layers, "dispatch and combine of two passes"
+    uncovered = [name for name, faced in faces.faced.items() if not faced]
+    assert len(uncovered) <= slots, f"waited for with nothing beside it: {uncovered}"
+
+
 def overlap(a: TraceEvent, b: TraceEvent) -> float:
     return max(0.0, min(a.end, b.end) - max(a.start, b.start))
 

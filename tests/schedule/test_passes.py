@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
+from moefold.schedule.passes import defer_weight_grads, pair_alike, pair_forward_with_backward
 from moefold.schedule.program import Program, is_paired, ops_with_ranks, program_problems
 from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 from moefold.schedule.simulate_program import simulate_program
@@ -29,6 +29,32 @@ def test_passes_keep_programs_whole_and_the_order_of_forwards_and_of_backwards(n
         assert program_problems(each, pp * vpp, m) == []
         assert order_of(each, "F") == order_of(program, "F")
         assert order_of(each, "D") == order_of(program, "D")
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 12), st.booleans())
+def test_microbatches_in_step_share_every_slot(name: str, pp: int, vpp: int, m: int, defer: bool):
+    if not SCHEDULES[name].accepts_vpp(vpp):
+        return
+    program = build_program(name, pp, vpp, m)
+    in_step = pair_alike(defer_weight_grads(program) if defer else program)
+    assert program_problems(in_step, pp * vpp, m) == []
+    last = m - 1 if m % 2 else None  # alone
+    for slots in in_step:
+        for slot in slots:
+            for kind, stage, microbatch in slot:
+                partner = (kind, stage, microbatch ^ 1)
+                assert microbatch == last or partner in slot
+
+
+@pytest.mark.parametrize(("name", "p", "v"), [("1f1b", 4, 1), ("1f1b", 1, 1), ("zb_h1", 4, 1), ("interleaved", 2, 3)])
+def test_microbatches_in_step_take_the_time_of_half_as_many_and_of_the_busier_lane(name: str, p: int, v: int):
+    half = simulate_program(build_program(name, p, v, 4 * p), uniform_costs(p * v, v))
+    for comm in (0.5, 1.0):  # as long as its compute at most
+        costs = uniform_costs(p * v, v, comm)
+        in_step = simulate_program(pair_alike(build_program(name, p, v, 8 * p)), costs)
+        assert in_step.makespan == pytest.approx(2 * half.makespan), "nothing of the communication is left"
+        assert in_step.exposed == pytest.approx([0.0] * p)
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

@@ -83,15 +83,16 @@ def test_pipelines_paired_slots_and_recompute_change_no_bit():
     base = ["--parallel.ep", "2", "--parallel.dispatcher", "all_to_all", *TOKENS]
     pipeline = [*base, "--parallel.pp", "2", "--train.global_batch", "4"]
     pair = ["--pipeline.pair", "true"]
-    alone, again, paired, paired_again, plain = results_of(
+    alone, again, paired, paired_again, in_step, plain = results_of(
         4,
         pipeline,
         [*pipeline, "--memory.recompute", "moe"],
         [*pipeline, *pair],
         [*pipeline, *pair, "--memory.recompute", "experts"],
+        [*pipeline, *pair, "--pipeline.pairs", "alike"],
         [word for word in pipeline if word not in TOKENS],
     )
-    assert alone == again == paired == paired_again
+    assert alone == again == paired == paired_again == in_step
     assert_near(alone, plain)
 
 

@@ -24,6 +24,12 @@ SIZES = [
 ]
 RUNS = {
     "paired, dispatched again": ["--parallel.pp=2", "--pipeline.pair=true", "--memory.recompute=dispatch"],
+    "in step, dispatched again": [
+        "--parallel.pp=2",
+        "--pipeline.pair=true",
+        "--pipeline.pairs=alike",
+        "--memory.recompute=dispatch",
+    ],
     "latent in fp8 with a capacity, fully sharded": [
         "--model.moe.latent=16",
         "--precision.dispatch=fp8",

@@ -13,7 +13,7 @@ from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
-from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
+from moefold.schedule.passes import PairKind, apply_passes
 from moefold.schedule.program import OP_KINDS, PipelineOp, RankSlots, Slot
 from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 
@@ -69,19 +69,16 @@ def running_op(moment: LiveMoment) -> tuple[str, int]:
     return OP_KINDS[kind], chunk
 
 
-def moments_by_rank(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> AllMoments:
-    enough = enough_microbatches(schedule, pp, microbatches)
-    return walk_schedule(schedule, pp, vpp, enough, pair, defer)
+def moments_by_rank(schedule: str, pp: int, vpp: int, microbatches: int, pairs: PairKind, defer: bool) -> AllMoments:
+    period = 2 * pp if pairs == "alike" else pp
+    enough = enough_microbatches(schedule, period, microbatches)
+    return walk_schedule(schedule, pp, vpp, enough, pairs, defer)
 
 
 @lru_cache(maxsize=1024)
-def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> AllMoments:
+def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pairs: PairKind, defer: bool) -> AllMoments:
     program = build_program(schedule, pp, vpp, microbatches)
-    # The passes of a run, in its order: pairing, then deferred weight gradients.
-    if pair:
-        program = pair_forward_with_backward(program)
-    if defer:
-        program = defer_weight_grads(program)
+    program = apply_passes(program, pairs, defer)
     by_rank: AllMoments = []
     placement = SCHEDULES[schedule]
     for rank, slots in enumerate(program):
@@ -91,13 +88,13 @@ def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pair: boo
     return by_rank
 
 
-def enough_microbatches(schedule: str, pp: int, microbatches: int) -> int:
-    """Number of microbatches after which no new moment occurs: a few times pp, with the same remainder over groups of
-    pp. In gpipe all microbatches are live, so all are needed."""
-    few = 4 * pp
-    if schedule == "gpipe" or microbatches < few + pp:
+def enough_microbatches(schedule: str, period: int, microbatches: int) -> int:
+    """Number of microbatches after which no new moment occurs: a few periods of the program, with the same remainder
+    over periods. In gpipe all microbatches are live, so all are needed."""
+    few = 4 * period
+    if schedule == "gpipe" or microbatches < few + period:
         return microbatches
-    return few + microbatches % pp
+    return few + microbatches % period
 
 
 def walk_rank_slots(slots: RankSlots, stages: list[int]) -> RankMoments:
@@ -123,7 +120,7 @@ def walk_rank_slots(slots: RankSlots, stages: list[int]) -> RankMoments:
 
 
 def is_lone_wgrad(slot: Slot) -> bool:
-    return len(slot) == 1 and slot[0].kind == "W"
+    return all(op.kind == "W" for op in slot)
 
 
 def waiting_change(op: PipelineOp, slot: Slot) -> int:

@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from math import gcd, sqrt
 from statistics import NormalDist
 
+from moefold.anatomy.stage_contents import pair_kind
 from moefold.anatomy.step_specs import sliding_window_of
 from moefold.config.errors import UserError
 from moefold.config.memory_regions import entries_of_expert_weights, entries_of_regions
@@ -250,7 +251,7 @@ def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSe
     pp = config.parallel.pp
     microbatches = microbatches_per_step(config, world)
     schedule = pipeline.schedule
-    moments = moments_by_rank(schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
+    moments = moments_by_rank(schedule, pp, pipeline.vpp, microbatches, pair_kind(pipeline), pipeline.defer)
     element = int(choices.recipe.wide)
     dispatcher, _ = cheapest_dispatcher(config, choices.node, element)
     separate_wgrad = any(rank.separate_wgrad for rank in moments)

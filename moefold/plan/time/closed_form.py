@@ -23,6 +23,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
+from moefold.anatomy.stage_contents import pair_kind
 from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.layer.rank_shapes import make_rank_portion
@@ -104,7 +105,7 @@ def cut_pipeline(config: Config) -> PipelineCut:
 
 
 class PipelineShape(NamedTuple):
-    """Pipeline ranks, stages of each, and whether forwards and backwards are paired."""
+    """Pipeline ranks, stages of each, and whether forwards are paired with backwards."""
 
     pp: int
     vpp: int
@@ -134,7 +135,8 @@ class PipelineShape(NamedTuple):
 
 def pipeline_shape(s: RunSetting) -> PipelineShape:
     pipeline = s.pipeline
-    return PipelineShape(s.parallel.pp, pipeline.vpp, pipeline.pair)
+    pair = pair_kind(pipeline) == "opposite"
+    return PipelineShape(s.parallel.pp, pipeline.vpp, pair)
 
 
 def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
@@ -279,8 +281,9 @@ class PipelineBound:
         self.vpp = self.shape.vpp
         self.pair = self.shape.pair
         self.microbatches = s.microbatches
+        self.alike = pair_kind(pipeline) == "alike"
         is_bounded_schedule = pipeline.schedule in BOUNDED_SCHEDULES
-        self.bounded = is_bounded_schedule and not pipeline.defer
+        self.bounded = is_bounded_schedule and not pipeline.defer and not self.alike
         self.send = neighbour_send_seconds(s, cluster)
         self.by_rank: list[StageTimes] = []
         for numbers in cut.by_rank:
@@ -390,9 +393,18 @@ class PipelineBound:
         for stage in self.by_rank[rank]:
             if self.pair:
                 work += self.seconds_of_pair(stage, stage)
+            elif self.alike:
+                work += seconds_in_step(stage)
             else:
                 work += stage.forward + stage.backward
         return self.microbatches * work
+
+
+def seconds_in_step(stage: StageSeconds) -> float:
+    """Seconds of a microbatch that is in step with another: half of both forwards and of both backwards."""
+    forwards = paired_duration([stage.F, stage.F], OVERLAP_FRICTION)
+    backwards = paired_duration([stage.D, stage.D, stage.W, stage.W], OVERLAP_FRICTION)
+    return (forwards + backwards) / 2
 
 
 def running_sums(values: Sequence[float]) -> list[float]:

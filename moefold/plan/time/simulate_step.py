@@ -5,8 +5,8 @@ stages and paired slots are included. Three times are added: the reduce-scatter 
 microbatch's backward, the optimizer, and the all-gather of weights, overlapped with the first forward.
 
 The steady state of a pipeline is periodic: beyond a few times pp microbatches, every further pp microbatches take the
-same time. Where stages are uneven, the busiest rank takes longest for them, but it has waited for less busy ranks at
-first: it determines the time only after so many microbatches that its slack is used up.
+same time (2 pp where two are in step). Where stages are uneven, the busiest rank takes longest for them, but it has
+waited for less busy ranks at first: it determines the time only after so many microbatches that its slack is used up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import lru_cache
 from statistics import mean
 from typing import NamedTuple
 
-from moefold.anatomy.stage_contents import pipeline_program
+from moefold.anatomy.stage_contents import pair_kind, pipeline_program
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.machine.cluster import Cluster
@@ -79,12 +79,12 @@ def neighbour_send_seconds(s: RunSetting, cluster: Cluster) -> float:
     return cluster.neighbour_seconds(message, s.world)
 
 
-def simulated_microbatches(microbatches: int, pp: int) -> int:
-    """Number of microbatches to simulate: a few times pp, with the same remainder over groups of pp."""
-    few = 4 * pp
-    if microbatches <= few + pp:
+def simulated_microbatches(microbatches: int, period: int) -> int:
+    """Number of microbatches to simulate: a few periods, with the same remainder over periods."""
+    few = 4 * period
+    if microbatches <= few + period:
         return microbatches
-    return few + microbatches % pp
+    return few + microbatches % period
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,18 @@ class PipelineTime:
 
 def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
     pp = setting.parallel.pp
-    shown = simulated_microbatches(setting.microbatches, pp)
+    period = 2 * pp if pair_kind(setting.pipeline) == "alike" else pp
+    shown = simulated_microbatches(setting.microbatches, period)
     program = ordered_program(setting.pipeline, pp, shown)
     slots = time_slots(program, costs)
     seconds = slots.makespan
     exposed = mean(slots.exposed)
     if shown < setting.microbatches:
-        # Extrapolate with the time of the last pp simulated microbatches.
-        fewer = shown - pp
+        # Extrapolate with the time of the last simulated period.
+        fewer = shown - period
         shorter_program = ordered_program(setting.pipeline, pp, fewer)
         shorter = time_slots(shorter_program, costs)
-        groups = (setting.microbatches - shown) / pp
+        groups = (setting.microbatches - shown) / period
         of_group = seconds - shorter.makespan
         exposed_of_group = exposed - mean(shorter.exposed)
         seconds += groups * of_group
