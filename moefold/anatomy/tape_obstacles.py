@@ -23,7 +23,8 @@ def tape_obstacles(config: Config, ranks: int) -> list[str]:
     if config.observe.fault:
         obstacles.append("observe.fault: what is done to a step on purpose is not recorded")
     memory = replace(config.memory, graphs="whole")
-    case = ConfigOnRanks(replace(config, memory=memory), ranks)
+    train = replace(config.train, device="cpu")
+    case = ConfigOnRanks(replace(config, memory=memory, train=train), ranks)
     for rule in RULES:
         if GRAPHS in rule.reads and rule.name != OF_A_GPU and not rule.holds(case):
             obstacles.append(rule.says(case))

@@ -34,12 +34,13 @@ from moefold.anatomy.step_specs import (
 from moefold.anatomy.tape_obstacles import tape_obstacles
 from moefold.anatomy.update_groups import frozen_parameters, trainable_weights, update_groups
 from moefold.bench.report import show_report
+from moefold.config.lora_rules import has_blocks
 from moefold.config.memory_regions import entries_of_expert_weights, ranges_in_words
-from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import parse_groups, refuse_idle_groups
 from moefold.config.precision_recipes import RECIPE_SPECS, is_fp8
 from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import RULES
 from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
 from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import foretold_cuts
@@ -345,12 +346,12 @@ def obstacles_to_whole_graph(
     train = replace(config.train, device=facts.device, precision=facts.dtype)
     memory = replace(config.memory, graphs="whole")
     case = ConfigOnRanks(replace(config, train=train, memory=memory), ranks)
-    rules = [rule for rule in MEMORY_RULES if "memory.graphs" in rule.reads]
+    rules = [rule for rule in RULES if "memory.graphs" in rule.reads]
     problems = [rule.says(case) for rule in rules if not rule.holds(case)]
     if facts.device != "cuda":  # no other kernels run there
         return problems
     chosen = {op: choice["implementation"] for op, choice in kernels.items()}
-    return problems + [f"kernel {reader} reads values on the host" for reader in host_readers(chosen)]
+    return problems + [f"kernel {reader} reads values on the host" for reader in host_readers(chosen, has_blocks(case))]
 
 
 def distinct_layers(model: ModelConfig) -> list[LikeLayers]:

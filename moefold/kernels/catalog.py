@@ -42,11 +42,14 @@ HOST_READERS = {
 }
 
 
-def host_readers(chosen: Mapping[str, str]) -> list[str]:
-    """Those of the chosen implementations, by op, that read on the host. Fused experts call no grouped GEMM."""
+def host_readers(chosen: Mapping[str, str], has_blocks: bool) -> list[str]:
+    """Those of the chosen implementations, by op, that read on the host. Fused experts call no grouped GEMM, and find
+    the matrices of a base in blocks on the device."""
     found: list[str] = []
     expert_mlp = chosen.get("expert_mlp", "reference")
     fused = expert_mlp != "reference"
+    if has_blocks and not fused:
+        found.append(f"expert_mlp = {expert_mlp} of a base in blocks")
     for op, readers in HOST_READERS.items():
         is_part = op.startswith("grouped_gemm")
         if fused and is_part:

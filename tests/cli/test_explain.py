@@ -499,6 +499,11 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
     assert explained("tiny", *taped)["graphs"]["in_the_way_of_a_tape"] == []
     assert explained("tiny", *taped, "--pipeline.pair", "true")["graphs"]["in_the_way_of_a_tape"]
     assert "in_the_way_of_a_tape" not in explained("tiny", *on_cpu)["graphs"]
+    blocks = ["--lora.rank", "4", "--lora.base", "nf4", "--model.moe.balance.bias_rate", "0"]
+    of_any_device = explained("tiny", *blocks, "--memory.tape", "true")["graphs"]["in_the_way_of_a_tape"]
+    assert any("lora.base = nf4" in reason for reason in of_any_device)
+    unfused = explained("tiny", *on_gpu, *blocks, "--lora.dropout", "0.1")["graphs"]["in_the_way"]
+    assert any("expert_mlp = reference of a base in blocks" in reason for reason in unfused)
     words = [*on_gpu, "--nproc", "2", "--parallel.ep", "2", "--parallel.dispatcher", "all_gather"]
     assert any(
         "parallel.ep = 2 is in the way" in reason for reason in explained("tiny", *words)["graphs"]["in_the_way"]

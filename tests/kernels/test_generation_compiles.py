@@ -12,7 +12,7 @@ from tests.support.compiled import output_of_compiler
 LINE = re.compile(r"(.+): (\d+) copies to shared memory, (\d+) products")
 
 
-SUMS = re.compile(r"sums over \d+ experts: (.+) of a token, (.+) of many")
+SUMS = re.compile(r"sums over \d+ experts: (.+) of few tokens, (.+) of many")
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +20,10 @@ def lines() -> list[str]:
     return output_of_compiler("compile_generation").splitlines()
 
 
-def test_the_router_sums_in_the_same_order_for_one_token_and_for_many(lines: list[str]):
+def test_the_router_sums_in_the_same_order_for_few_tokens_and_for_many(lines: list[str]):
     """Thus with the same bits."""
     sums = [found.groups() for line in lines if (found := SUMS.fullmatch(line))]
-    assert len(sums) == 3
+    assert len(sums) == 6
     for few, many in sums:
         assert few == many != "[]"
 

@@ -95,15 +95,19 @@ def orders_of_sums(experts: int, length: int) -> set[tuple[str, ...]]:
     tile: dict[str, Any] = router_triton.topk_tile_shape(experts, 2, length)
     options = {"num_warps": tile.pop("num_warps")}
     constants = tile | ROUTER_RULE | {"K": 2, "GROUPS": 1, "PLACES": 1}
-    code = compiled_kernel(router_triton.router_topk_kernel, ROUTER_TYPES, constants, options).asm["ttgir"]
+    sizes = {"E": experts, "T": length, "length": length}
+    odd = [name for name, size in sizes.items() if size % 16]
+    kernel = router_triton.router_topk_kernel
+    code = compiled_kernel(kernel, ROUTER_TYPES, constants, options, odd).asm["ttgir"]
     layouts = {name: OF_COLUMNS.findall(layout) for name, layout in LAYOUT.findall(code)}
     return {(columns, *layouts[name]) for columns, name in SUM_OF_ROWS.findall(code)}
 
 
 def compare_orders_of_sums() -> None:
-    for experts in (8, 64, 256):
-        few, many = (orders_of_sums(experts, length) for length in (1, 4096))
-        print(f"sums over {experts} experts: {sorted(few)} of a token, {sorted(many)} of many")
+    for experts in (8, 40, 60, 64, 72, 256):
+        few = set[tuple[str, ...]]().union(*(orders_of_sums(experts, length) for length in (1, 2, 3, 16)))
+        many = orders_of_sums(experts, 4096)
+        print(f"sums over {experts} experts: {sorted(few)} of few tokens, {sorted(many)} of many")
 
 
 def main() -> None:

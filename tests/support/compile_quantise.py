@@ -11,7 +11,7 @@ python -m tests.support.compile_quantise
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import product
 from typing import Any
 
@@ -52,13 +52,19 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
     return compiled_kernel(kernel, types, constants, options).asm["ptx"]
 
 
-def compiled_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> Any:
-    """A kernel whose other arguments are 32-bit integers, multiples of 16."""
+def compiled_kernel(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, int],
+    odd: Collection[str] = (),
+) -> Any:
+    """A kernel whose other arguments are 32-bit integers; all but those that are `odd` are multiples of 16."""
     names = list(kernel.arg_names)
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = [name for name, kind in signature.items() if kind != "constexpr"]
+    aligned = [name for name, kind in signature.items() if kind != "constexpr" and name not in odd]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     make_source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = make_source(kernel, signature, values, attributes)

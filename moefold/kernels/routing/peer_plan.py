@@ -236,6 +236,7 @@ ANNOUNCED_CASES = [  # T that a rank may send, those of each rank, K, n, etp, e
     (3, (3, 1), 1, 2, 1, 2),
     (9, (9, 0, 5, 9), 2, 2, 2, 3),
     (130, (130, 129), 1, 2, 1, 4),
+    (200, (200, 0, 197), 3, 3, 1, 5),
 ]
 
 

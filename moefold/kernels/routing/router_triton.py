@@ -423,16 +423,18 @@ def place_rows_kernel(
 
 
 def topk_tile_shape(experts: int, choices: int, length: int) -> dict[str, int]:
-    """Tokens and experts of a program, and places for a token's choices. A thread has at least four scores, so that a
-    row lies in as many threads of few tokens as of many: its sums have the same order, and the same bits."""
+    """Tokens and experts of a program, and places for a token's choices. A row lies in as many threads of few tokens as
+    of many: its sums have the same order, and the same bits. Where rows begin at multiples of 16 scores, a thread has
+    at least four of them, elsewhere one, so that a row lies in as many warps as it has 32 scores."""
     width = triton.next_power_of_2(experts)
     least = max(1, 128 // width)
     most = max(1, 2048 // width)
     tokens = triton.next_power_of_2(length)
     tokens = min(max(least, tokens), most)
-    warps = min(max(1, tokens * width // 128), 4)
+    warps_of_row = width // 32 if experts % 16 else 1
+    warps = max(1, tokens * width // 128, warps_of_row)
     slots = triton.next_power_of_2(choices)
-    return {"TOKENS": tokens, "WIDTH": width, "SLOTS": slots, "num_warps": warps}
+    return {"TOKENS": tokens, "WIDTH": width, "SLOTS": slots, "num_warps": min(warps, 4)}
 
 
 def launch_router_topk(
