@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.export import export_hf_weights
 from moefold.checkpoint.hf.model_folder import open_model_folder
-from moefold.comm import byte_counters, two_levels
+from moefold.comm import byte_counters, grad_reduce, two_levels
 from moefold.config.run import Config, DataConfig, LoraConfig, MemoryConfig, ParallelConfig, ShardConfig, TrainConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import declared_parameters
@@ -152,15 +153,15 @@ def test_validation_and_samples_are_those_of_one_rank():
         assert abs(sharded_loss - loss) < 1e-9
 
 
-COMPUTE, GATHER = 0.02, 0.01  # seconds of a step with weights, and of a gather
+COMPUTE, EXCHANGE = 0.02, 0.01  # seconds of a step with weights, and of a gather or reduction
 
 
 class SlowWork:
-    """A gather that takes its time from when it was begun."""
+    """A gather or reduction that takes its time from when it was begun."""
 
     def __init__(self, work: Any):
         self.work = work
-        self.end = time.time() + GATHER
+        self.end = time.time() + EXCHANGE
 
     def wait(self) -> None:
         self.work.wait()
@@ -177,15 +178,19 @@ class SlowSteps:
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None: ...
 
 
+def begin_slowly(begin: Any, *args: Any, **options: Any) -> SlowWork:
+    return SlowWork(begin(*args, **options))
+
+
 def traced_step(world: World, config: Config) -> tuple[list[TraceEvent], int]:
-    """The spans of a step's steps and gathers, and the bytes that gathers sent."""
-    gather = two_levels.DIST_ALL_GATHER
-
-    def begin_slowly(*args: Any, **options: Any) -> SlowWork:
-        return SlowWork(gather(*args, **options))
-
+    """The spans of a step's steps, gathers and reductions, and the bytes that gathers sent."""
+    gather = partial(begin_slowly, two_levels.DIST_ALL_GATHER)
+    reduce = partial(begin_slowly, grad_reduce.DIST_REDUCE_SCATTER)
     run = assemble_run(config, fold(world, config), Path("."), corpus=random_corpus(config))
-    with mock.patch.object(two_levels, "DIST_ALL_GATHER", begin_slowly):
+    with (
+        mock.patch.object(two_levels, "DIST_ALL_GATHER", gather),
+        mock.patch.object(grad_reduce, "DIST_REDUCE_SCATTER", reduce),
+    ):
         take_next_step(run)
         run.executor.spans.start_recording()
         tracer = StepTracer(run.executor.spans)
@@ -194,12 +199,15 @@ def traced_step(world: World, config: Config) -> tuple[list[TraceEvent], int]:
     return run.executor.spans.events, sum(count for (what, *_), count in sent.items() if what == "unit")
 
 
-def overlapped(events: list[TraceEvent]) -> tuple[int, int]:
-    """How many gathers there are, and how many lie beside a slow step of another unit."""
-    gathers = [event for event in events if event.lane == "gathers"]
+def beside_slow_steps(events: list[TraceEvent], lane: str) -> list[tuple[str, str]]:
+    """The exchanges of a lane in order: unit, and the first slow step that begins meanwhile; empty if none does."""
     slow = [event for event in events if event.name.startswith(("attend", "predict"))]
-    beside = [gather for gather in gathers if any(gather.start < step.start < gather.end for step in slow)]
-    return len(gathers), len(beside)
+    found: list[tuple[str, str]] = []
+    for exchange in sorted(events, key=lambda event: event.start):
+        if exchange.lane == lane:
+            meanwhile = [step.name for step in slow if exchange.start < step.start < exchange.end]
+            found.append((exchange.name, meanwhile[0] if meanwhile else ""))
+    return found
 
 
 def test_units_are_gathered_while_the_unit_before_computes():
@@ -208,10 +216,26 @@ def test_units_are_gathered_while_the_unit_before_computes():
     config = tiny(ShardConfig("zero3"), 2)
     config = replace(config, train=replace(config.train, global_batch=2))
     for events, _ in run_ranks(traced_step, 2, config):
-        names = [event.name for event in events if event.lane == "gathers"]
+        gathers = beside_slow_steps(events, "gathers")
+        names = [unit for unit, _ in gathers]
         assert names == ["embedding", "blocks.0", "blocks.1", "head", "blocks.0", "embedding"], names
-        count, beside = overlapped(events)
-        assert beside >= count - 2, f"{beside} of {count} gathers beside compute"
+        alone = [unit for unit, step in gathers if not step]
+        assert len(alone) <= 2, f"{alone} of {names} beside no compute"
+
+
+def test_gradients_of_a_unit_are_reduced_while_the_next_one_is_in_backward():
+    """Of two microbatches: those of the first block travel beside the next forward, those of the embedding leave when
+    backward comes to another unit. Behind the last backward nothing computes."""
+    config = tiny(ShardConfig("zero3"), 2)
+    config = replace(config, train=replace(config.train, global_batch=4))
+    expected = [
+        *(("head", "attend D0.0"), ("blocks.1", "attend D0.0"), ("blocks.0", "attend F0.1")),
+        *(("embedding", "predict D0.1"), ("head", "attend D0.1"), ("blocks.1", "attend D0.1")),
+        *(("blocks.0", ""), ("embedding", "")),
+    ]
+    for events, _ in run_ranks(traced_step, 2, config):
+        buckets = beside_slow_steps(events, "reductions")  # several of a unit
+        assert list(dict.fromkeys(buckets)) == expected
 
 
 def test_recompute_gathers_nothing_twice():
