@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -244,3 +245,41 @@ def test_recompute_gathers_nothing_twice():
     (_, plain), _ = run_ranks(traced_step, 2, config)
     (_, recomputing), _ = run_ranks(traced_step, 2, again)
     assert recomputing == plain
+
+
+NODE = 4  # ranks of each of two nodes
+INSIDE_AND_ACROSS = {"dense": (4, 2), "expert": (2, 2)}  # replicas of a node, and nodes, with ep 2
+GATHERS = {"embedding": 2, "blocks.0": 2, "blocks.1": 1, "head": 1}  # of a microbatch, as above
+
+
+def bytes_by_level(world: World, config: Config) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """Bytes that the second step's sums and gathers send inside nodes and across them, and those of the formulas of
+    MegaScale-MoE, A.1: of P bytes P (n-1)/n inside a node and P/n (d-1)/d across, for n replicas on each of d nodes."""
+    here = create_world(world.rank, world.size, world.device, config.parallel, NODE, shard=config.shard)
+    run = assemble_run(config, here, Path("."), random_corpus(config))
+    take_next_step(run)
+    run.parameters.await_all_buckets()
+    with byte_counters.counted_bytes_sent() as counted:
+        take_next_step(run)
+        run.parameters.await_all_buckets()
+    sent, formulas = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for (what, axis), count in counted.items():
+        if axis.startswith("gradients of"):
+            sent[what, axis.rpartition(" ")[2]] += count
+    for bucket in run.gradients.buckets:
+        n, d = INSIDE_AND_ACROSS[bucket.placement.grid]
+        weights = len(bucket.weights) * bucket.weights.itemsize
+        gathered = {"unit": weights * GATHERS[bucket.unit]} if bucket.unit else {"publish": weights}
+        for what, whole in {"reduce": bucket.sums.nbytes, **gathered}.items():
+            formulas[what, "inside"] += whole * (n - 1) // n
+            formulas[what, "nodes"] += whole // n * (d - 1) // d
+    return sent, formulas
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero3"])
+def test_a_step_sends_the_bytes_of_the_formulas_inside_nodes_and_across_them(mode: Any):
+    config = tiny(ShardConfig(mode, sync="hierarchical"), 8, parallel=ParallelConfig(ep=2))
+    config = replace(config, train=replace(config.train, global_batch=8))
+    for sent, formulas in run_ranks(bytes_by_level, 8, config):
+        assert sent == formulas
+        assert len(formulas) == 4
