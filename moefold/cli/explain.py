@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import tyro
@@ -50,7 +51,7 @@ from moefold.kernels.catalog import CATALOG, forced_implementations, host_reader
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts, shares_sequences
 from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
-from moefold.layout.fold import fold_into_grids
+from moefold.layout.fold import Partition, fold_into_grids, split_by_node, split_outermost
 from moefold.plan.machine.known_links import first_gpu_name, known_links
 from moefold.plan.memory.host_weights import host_weights
 from moefold.plan.memory.machine_fit import choices_of_run, list_parts
@@ -92,6 +93,11 @@ FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
 }
 MIB = 2**20
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
+SYNC_ORDER = "gradients are summed inside nodes, then across, and weights gathered across, then inside"
+CLIPPED_BY = {
+    "previous": "the norm of all gradients of the step before",
+    "unit": "the norm of its own gradients",
+}
 ROUTERS_CHOOSE = "chosen by the routers"
 TAPED = (
     "a tape: the ops of the fourth step are recorded, and replayed in later ones, unless they read values on the host "
@@ -241,10 +247,29 @@ def describe_sharding(config: Config, ranks: int) -> Description | None:
     return {
         "mode": config.shard.mode,
         "copies": config.shard.replicas,
-        "sync": config.shard.sync,
+        "sync": sync_in_words(config, ranks),
         "weight_bytes": held.weights,
         "unit_bytes": units,
     }
+
+
+def sync_in_words(config: Config, ranks: int) -> str | None:
+    """How gradients are summed and weights gathered in two levels; None where they are in one."""
+    if config.shard.sync == "flat":
+        return None
+    dense, expert = fold_into_grids(ranks, config.parallel)
+    replicas = {"dense weights": dense.partition("dp", "cp"), "experts": expert.partition("edp")}
+    by_weights = [f"{name} {levels_in_words(partition, config)}" for name, partition in replicas.items()]
+    return f"{SYNC_ORDER}; {', '.join(by_weights)}"
+
+
+def levels_in_words(partition: Partition, config: Config) -> str:
+    shares, _ = split_outermost(partition, config.shard.replicas)
+    inside, across = split_by_node(shares, NODE_SIZE)
+    if not inside or not across:
+        return "in one level, since their replicas lie in one node or in a node each"
+    near, far = (prod(digit.size for digit in digits) for digits in (inside, across))
+    return f"over {near} ranks of each of {far} nodes"
 
 
 def planned_memory(config: Config, ranks: int) -> Description | None:
@@ -566,7 +591,28 @@ def optimizer_description(config: Config) -> Description:
         refuse_idle_groups(parse_groups(optim.groups), names)
     groups = [asdict(group) for group in update_groups(config)]
     frozen = frozen_parameters(config)
-    return {"rule": optim.rule, "says": OPTIMIZER_NAMES.says(optim.rule), "groups": groups, "frozen": frozen}
+    described: Description = {"rule": optim.rule, "says": OPTIMIZER_NAMES.says(optim.rule)}
+    return {**described, "groups": groups, "frozen": frozen, "ways": ways_of_updates(optim)}
+
+
+def ways_of_updates(optim: OptimConfig) -> list[str]:
+    """When units are updated, what clips them, and where states are, in words; nothing for an ordinary update."""
+    ways: list[str] = []
+    if optim.when == "backward":
+        ways.append(
+            "updates inside backward: of each unit (a layer, the embedding, the head) as soon as its gradients are "
+            "complete, in the last microbatch of a step; they are freed then"
+        )
+    if optim.clip_by != "global":
+        ways.append(f"clipping: of each unit by {CLIPPED_BY[optim.clip_by]}")
+    if optim.states == "host" and optim.update == "device":
+        ways.append(
+            "states in host memory: AdamW's moments and main weights visit the device for the update, chunk by chunk; "
+            f"up to {optim.states_window_gib:g} GiB of them are fetched ahead (three chunks at least)"
+        )
+    if optim.update == "host":
+        ways.append("updates on the host: gradients come to AdamW's states there chunk by chunk, and weights go back")
+    return ways
 
 
 # ---- the explanation, printed
@@ -617,7 +663,9 @@ def print_explanation(explanation: Description) -> None:
 
 
 def print_optimizer(optimizer: Description, console: Console) -> None:
-    """The rule and the groups, unless all parameters have the default rule."""
+    """The ways of updates, and the rule and the groups, unless all parameters have the default rule."""
+    for way in optimizer["ways"]:
+        console.print(escape(way))
     if optimizer["rule"] == OptimConfig().rule and not any(group["pattern"] for group in optimizer["groups"]):
         return
     console.print(escape(f"optimizer: {optimizer['says']}"))
@@ -651,8 +699,8 @@ def print_sharding(shard: Description, console: Console) -> None:
         held += f", and in steps the two largest units, {shard['unit_bytes'] / MIB:,.1f} MiB"
     copies = f", {shard['copies']} copies of all shares" if shard["copies"] > 1 else ""
     console.print(f"shards: {shard['mode']}{copies}; {held}")
-    if shard["sync"] == "hierarchical":
-        console.print("gradients are summed inside nodes, then across; weights are gathered across, then inside")
+    if shard["sync"]:
+        console.print(f"on nodes of at most {NODE_SIZE} ranks {shard['sync']}")
 
 
 def print_memory(memory: Description, console: Console) -> None:

@@ -1,6 +1,7 @@
 """`moefold doctor parity`: a layout against one rank, at a reduced size, on local CPU ranks.
 
-Exit code 0 and "equal", or 1 and the first difference: which tensor, by how much, on which ranks.
+Exit code 0 and "equal", or 1 and the first difference: which tensor, by how much, on which ranks. Sums in two levels
+play that the ranks are on several nodes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ParityOptions:
     """Folder for the traces of the ranks; set by the command for the ranks it starts."""
 
 
+WHATEVER_IS_SET = "whatever is set, states and gradients have full precision, products are plain, nothing is clipped"
 FORM = CommandForm("doctor parity", ParityOptions, config_keys=True)
 
 
@@ -52,12 +54,15 @@ def run_command(argv: Sequence[str]) -> int:
     in_precision = [*overrides, "--train.precision", options.precision]
     config = resolve_recipe(options.recipe, in_precision, None)
 
-    from moefold.train.parity import ROUTINGS, shrink_config  # torch, from here on
+    from moefold.train.parity import ROUTINGS, played_node_size, shrink_config  # torch, from here on
 
     small = shrink_config(config, ranks)
     if options.trace:  # this process is one of the ranks
-        write_rank_traces(small, options.steps, options.trace)
+        write_rank_traces(small, options, options.trace)
         return 0
+    print(
+        f"{ranks} CPU ranks in nodes of {played_node_size(small, ranks)}, a small model; {WHATEVER_IS_SET}", flush=True
+    )
     with tempfile.TemporaryDirectory(prefix="moefold-parity-") as folder:
         arguments = ["doctor", "parity", *argv, "--trace", folder]
         if code := run_local_ranks(arguments, ranks):
@@ -69,13 +74,14 @@ def run_command(argv: Sequence[str]) -> int:
     return 0 if equal else 1
 
 
-def write_rank_traces(config: Config, steps: int, folder: Path) -> None:
+def write_rank_traces(config: Config, options: ParityOptions, folder: Path) -> None:
     from moefold.layout.process_groups import joined_world
-    from moefold.train.parity import ROUTINGS, trace_run
+    from moefold.train.parity import ROUTINGS, played_node_size, trace_run
 
-    with joined_world(config.parallel, "cpu", config.shard) as world:
+    node_size = played_node_size(config, options.world)
+    with joined_world(config.parallel, "cpu", config.shard, node_size=node_size) as world:
         for routing in ROUTINGS:
-            trace = trace_run(config, world, steps, routing)
+            trace = trace_run(config, world, options.steps, routing)
             write_trace_entries(folder / f"{routing} {world.rank}", trace)
 
 

@@ -47,9 +47,11 @@ def joined_world(
     shard: ShardConfig | None = None,
     terms: Terms | None = None,
     timeout: datetime.timedelta = COLLECTIVE_TIMEOUT,
+    node_size: int | None = None,
 ) -> Iterator[World]:
     """The world, for as long as the run lasts. A single rank starts no process group; every axis has size one.
-    `terms`: what ranks compare before they form groups. `timeout`: of a collective."""
+    `terms`: what ranks compare before they form groups. `timeout`: of a collective. `node_size`: how
+    many ranks count as one node; those of this machine, if not said."""
     place = read_environment(os.environ)
     device = choose_device(wanted_device, place)
     if place.size == 1:
@@ -66,7 +68,7 @@ def joined_world(
         backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout, device_id=device_id
     )
     try:
-        yield create_world(place.rank, place.size, device, parallel, place.local_size, store, shard)
+        yield create_world(place.rank, place.size, device, parallel, node_size or place.local_size, store, shard)
     except RuntimeError as error:
         message = str(error)
         if not any(word in message for word in LOST_CONTACT_WORDS):

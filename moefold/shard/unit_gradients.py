@@ -9,6 +9,7 @@ weight gradients are reduced when they have been computed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from moefold.comm.grad_reduce import PendingReduction
 from moefold.kernels.quantise.payload_ops import REFERENCES, PayloadOps
 from moefold.layout.axes import World
 from moefold.layout.deferred_wgrad import OPEN_QUEUES
+from moefold.observe.trace import SpanRecorder
 from moefold.shard.buckets import Bucket
 from moefold.shard.gradients import Gradients
 
@@ -26,11 +28,12 @@ UnitsOfStage = Mapping[int, Set[str]]
 
 
 class UnitReduction(NamedTuple):
-    """A reduction of one bucket under way. What it sends is kept until it is complete."""
+    """A reduction of one bucket under way, and when it was begun. What it sends is kept until it is complete."""
 
     bucket: Bucket
     reduction: PendingReduction
     sent: Tensor
+    begun: float
 
 
 class UnitGradients(Gradients):
@@ -43,10 +46,12 @@ class UnitGradients(Gradients):
         reduction: str,
         add_squares: Callable[..., None],
         stages: UnitsOfStage,
+        spans: SpanRecorder,
         payloads: PayloadOps = REFERENCES,
     ):
         super().__init__(buckets, world, reduction, add_squares, payloads)
         self.stages = stages
+        self.spans = spans
         self.under_way: list[UnitReduction] = []
         self.entered: Set[str] = set()  # units whose gradients are to be reduced when backward has left them
 
@@ -84,16 +89,19 @@ class UnitGradients(Gradients):
         self.settle()
         for bucket in self.buckets:
             if bucket.unit == unit and not bucket.sums.is_awaited:
+                begun = time.time()
                 sent = bucket.sums.take()
                 allocate = bucket.sums.memory_for_reduction
                 reduction = self.reduce(sent, bucket.replicas, allocate)
-                under_way = UnitReduction(bucket, reduction, sent)
+                under_way = UnitReduction(bucket, reduction, sent, begun)
                 self.under_way.append(under_way)
 
     def settle(self) -> None:
         """Add what has arrived to this rank's shares."""
-        for bucket, reduction, _ in self.under_way:
+        for bucket, reduction, _, begun in self.under_way:
             arrived = reduction.arrived()
+            if self.spans.recording:
+                self.spans.add_span(bucket.unit, "reductions", begun)
             if bucket.sums.reduced is None:
                 bucket.sums.reduced = arrived
             else:

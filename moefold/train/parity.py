@@ -211,6 +211,15 @@ def single_rank_config(config: Config) -> Config:
     )
 
 
+def played_node_size(config: Config, ranks: int) -> int:
+    """How many of the ranks count as one node: all, or with sums in two levels half of those among which a pipeline
+    stage is shared out, so that both levels are at work."""
+    if config.shard.sync == "flat":
+        return ranks
+    nodes = 2 * config.parallel.pp * config.shard.replicas
+    return max(1, ranks // nodes)
+
+
 def trace_run(config: Config, world: World, steps: int, routing: str = "learned") -> RankTrace:
     """The trace of this rank over the first steps of a run on random tokens."""
     corpus = random_corpus(config)

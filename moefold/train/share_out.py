@@ -105,7 +105,8 @@ def share_out_units(
         for stage in users:
             stages[stage].add(unit_of(name))
     reduction = gradient_reduction(config)
-    gradients = UnitGradients(buckets, world, reduction, kernels[add_squares], stages, payload_ops(kernels))
+    payloads = payload_ops(kernels)
+    gradients = UnitGradients(buckets, world, reduction, kernels[add_squares], stages, spans, payloads)
     most = units_at_a_time(config.pipeline)
     units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, most)
     start_gathered_magnitudes(model, units, unit_of)

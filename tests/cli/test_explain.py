@@ -452,6 +452,41 @@ def test_shards_are_explained_with_their_bytes(capsys: pytest.CaptureFixture[str
     assert "2 copies of all shares" in " ".join(capsys.readouterr().out.split())
 
 
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints, in one line."""
+    assert run_command_line(["explain", "tiny", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_sums_in_two_levels_are_told_with_the_ranks_of_each(capsys: pytest.CaptureFixture[str]):
+    words = ["--train.global_batch", "16", "--parallel.ep", "2", "--shard.sync"]
+    assert "summed inside" not in shown(capsys, "--nproc", "16", *words, "flat")
+    order = "on nodes of at most 8 ranks gradients are summed inside nodes, then across"
+    two = shown(capsys, "--nproc", "16", *words, "hierarchical")
+    assert order in two
+    assert "; dense weights over 8 ranks of each of 2 nodes, experts over 4 ranks of each of 2 nodes" in two
+    copies = shown(capsys, "--nproc", "16", *words, "hierarchical", "--shard.replicas", "2")
+    assert "dense weights in one level, since their replicas lie in one node or in a node each" in copies
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--optim.when backward --optim.clip_by unit", "updates inside backward: of each unit (a layer,"),
+        ("--optim.when backward --optim.clip_by unit", "clipping: of each unit by the norm of its own gradients"),
+        ("--optim.clip_by previous", "clipping: of each unit by the norm of all gradients of the step before"),
+        ("--optim.states host", "states in host memory: AdamW's moments and main weights visit the device"),
+        ("--optim.states host --optim.update host", "updates on the host: gradients come to AdamW's states there"),
+    ],
+)
+def test_ways_of_updates_are_told_where_they_are_not_ordinary(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+):
+    begin = told.split(":")[0] + ":"
+    assert begin not in shown(capsys)
+    assert told in shown(capsys, *words.split())
+
+
 def test_what_is_sent_in_fp8_is_said(explained: Any):
     plain = explained("tiny")
     assert plain["fp8_on_the_wire"] == []

@@ -30,6 +30,23 @@ def test_a_layout_that_agrees_is_called_equal_with_exit_code_0():
     assert done.stdout.splitlines()[-1] == "equal"
 
 
+SHARDED = ["--shard.mode", "zero3", "--shard.sync", "hierarchical"]
+SHARES = {
+    "zero3": ["--shard.mode", "zero3", "--parallel.ep", "2"],
+    "copies": ["--shard.mode", "zero3", "--shard.replicas", "2"],
+    "two levels": SHARDED,
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("shares", SHARES)
+def test_shares_of_any_kind_are_called_equal(shares: str):
+    done = parity(Path(moefold.__file__).parents[1], *SHARES[shares])
+    assert done.returncode == 0, done.stdout + done.stderr
+    nodes = "nodes of 2" if shares == "two levels" else "nodes of 4"
+    assert f"4 CPU ranks in {nodes}, a small model; whatever is set, states" in done.stdout
+
+
 BUGS = {
     "a gradient norm that skips experts": (
         "shard/gradients.py",
@@ -54,6 +71,15 @@ BUGS = {
 }
 
 
+LEVELS_BUG = "a sum that leaves out the other node"
+BUGS[LEVELS_BUG] = (
+    "comm/two_levels.py",
+    "    reduction = reduce(in_node.result(), across, allocate)\n    return reduction.arrived()\n",
+    "    return in_node.result().view(across.size, -1)[across.index].clone()\n",
+    "gradient",
+)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_named_with_exit_code_1(tmp_path: Path, bug: str):
     file, right, wrong, named = BUGS[bug]
@@ -61,7 +87,7 @@ def test_a_planted_bug_is_named_with_exit_code_1(tmp_path: Path, bug: str):
     path = tmp_path / "moefold" / file
     assert path.read_text().count(right) == 1
     path.write_text(path.read_text().replace(right, wrong))
-    done = parity(tmp_path, *LAYOUT)
+    done = parity(tmp_path, *(SHARDED if bug == LEVELS_BUG else LAYOUT))
     assert done.returncode == 1, done.stdout + done.stderr
     assert named in done.stdout
     assert done.stdout.splitlines()[-1] == "NOT equal"

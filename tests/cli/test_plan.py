@@ -52,6 +52,20 @@ def test_short_forms_are_configuration_keys(planned: Any):
     assert short == long
 
 
+def test_shares_that_were_never_timed_carry_a_warning(planned: Any, capsys: pytest.CaptureFixture[str]):
+    words = ("olmoe-1b-7b", "--gpu", "h200", "--parallel.ep", "1", "--model.layers", "2", "--gpus")
+    sharded = ("--shard.mode", "zero3")
+    assert (
+        planned(*words, "2")["error_band"]["warning"] == planned(*words, "1", *sharded)["error_band"]["warning"] == ""
+    )
+    estimate = "never timed on several GPUs, so that these times are an estimate: full sharding"
+    assert planned(*words, "2", *sharded)["error_band"]["warning"] == estimate
+    both = planned(*words, "16", "--shard.replicas", "2", "--shard.sync", "hierarchical")["error_band"]["warning"]
+    assert both.endswith("estimate: several copies of shares, sums in two levels")
+    assert run_command_line(["plan", *words, "2", *sharded]) == 0
+    assert f"warning: {estimate}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_search_lists_layouts(planned: Any):
     found = planned("qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--search", "--best", "3")
     assert 1 <= len(found["layouts"]) <= 3

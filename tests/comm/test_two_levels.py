@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from moefold.comm import two_levels
 from moefold.comm.byte_counters import counted_bytes_sent
-from moefold.comm.grad_reduce import reduce_scatter_bf16, reduce_scatter_fp32
+from moefold.comm.grad_reduce import PendingReduction, reduce_scatter_bf16, reduce_scatter_fp32
 from moefold.comm.two_levels import gather_over_levels, reduce_over_levels
 from moefold.config.run import ParallelConfig, ShardConfig
 from moefold.layout.axes import Axis, World, create_world
@@ -90,6 +94,76 @@ def test_bytes_of_each_link_are_those_of_the_formulas(node_size: int):
         assert sent["reduce", "inside"] == sent["publish", "inside"] == inside
         assert sent["reduce", "nodes"] == sent["publish", "nodes"] == across
         assert len(sent) == 4
+
+
+BUCKETS = 4
+LONGEST = 5.0  # seconds that an exchange waits for the one beside it
+EXCHANGES = {"inside": 2, "nodes": 1}  # of a bucket, with two nodes
+
+
+class Meetings:
+    """Exchanges of buckets, each of which ends only when that of its neighbour on the other level has begun: of bucket
+    n on the `first` level, and of bucket n - 1 on the second. `alone` has those that waited in vain."""
+
+    def __init__(self, first: str):
+        self.first = first
+        self.calls = Counter[str]()
+        self.begun = {(level, number): threading.Event() for level in EXCHANGES for number in range(BUCKETS)}
+        self.alone: list[tuple[str, int]] = []
+
+    def begin(self, axis: Axis) -> tuple[str, int]:
+        level = axis.name.rpartition(" ")[2]
+        number = self.calls[level] // EXCHANGES[level]
+        self.calls[level] += 1
+        self.begun[level, number].set()
+        return level, number
+
+    def meet(self, level: str, number: int) -> None:
+        (other,) = EXCHANGES.keys() - {level}
+        neighbour = number - 1 if level == self.first else number + 1
+        if 0 <= neighbour < BUCKETS and not self.begun[other, neighbour].wait(LONGEST):
+            self.alone.append((level, number))
+
+    def reduce(self, x: Tensor, axis: Axis, *memory: Any) -> PendingReduction:
+        exchange = self.begin(axis)
+        reduction = reduce_scatter_fp32(x, axis, *memory)
+
+        def wait() -> None:
+            reduction.wait()
+            self.meet(*exchange)
+
+        return PendingReduction(wait, reduction.result)
+
+    def gather(self, gathered: Tensor, mine: Tensor, axis: Axis, what: str) -> PendingReduction:
+        exchange = self.begin(axis)
+        work = START_GATHER(gathered, mine, axis, what)
+
+        def wait() -> None:
+            work.wait()
+            self.meet(*exchange)
+
+        return PendingReduction(wait, lambda: gathered)
+
+
+START_GATHER = two_levels.start_gather
+
+
+def exchanges_alone(world: World) -> list[tuple[str, int]]:
+    """Of buckets that are summed, and gathered again."""
+    axis = replicas_on_nodes(world, 2)
+    sums, gathers = Meetings("inside"), Meetings("nodes")
+    pending = [reduce_over_levels(sums.reduce, values(world.rank, n), axis) for n in range(BUCKETS)]
+    shares = [reduction.arrived() for reduction in pending]
+    with mock.patch.object(two_levels, "start_gather", gathers.gather):
+        works = [gather_over_levels(torch.empty(SIZE), share, axis, "publish") for share in shares]
+        for work in works:
+            work.wait()
+    assert sums.calls == gathers.calls == Counter({level: BUCKETS * each for level, each in EXCHANGES.items()})
+    return sums.alone + gathers.alone
+
+
+def test_a_bucket_is_inside_nodes_while_the_one_before_it_is_across_them_and_the_other_way_round_when_gathered():
+    assert run_ranks(exchanges_alone, 4) == [[]] * 4
 
 
 def levels(world: World, layouts: list[Layout]) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 
 from moefold.comm import byte_counters
-from moefold.config.run import MuonConfig, OptimConfig
+from moefold.config.run import MuonConfig, OptimConfig, ParallelConfig, ShardConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
-from moefold.layout.axes import World, single_rank_world
+from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim import muon
@@ -22,7 +23,8 @@ from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.shard.buckets import Bucket, fill_buckets
 from moefold.shard.publish import Publisher
-from moefold.shard.storage import storage_maker
+from moefold.shard.storage import sharded_storage_maker, storage_maker
+from moefold.train.share_out import units_of_model
 from tests.shard.test_gradients import MODEL as SMALL
 from tests.shard.test_gradients import make
 from tests.support.ranks import run_ranks
@@ -44,7 +46,10 @@ def ready(
     kernels = BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16, moments=optim.moments, main=optim.main))
     groups = ParameterGroups(optim, kernels)
     storage = storage_maker(optim.main)
-    buckets = fill_buckets(model, world, group=groups.group_of, cost=groups.cost_of, storage=storage)
+    options: dict[str, Any] = {}
+    if world.shard.mode == "zero3":
+        options = {"unit": units_of_model(model), "sharded": sharded_storage_maker(optim.main)}
+    buckets = fill_buckets(model, world, group=groups.group_of, cost=groups.cost_of, storage=storage, **options)
     return model, buckets, Optimizer(buckets, groups.rules)
 
 
@@ -216,6 +221,12 @@ def test_split_main_weights_are_those_of_an_fp32_copy():
 CASES = {"fp32": (MUON, "fp32"), "bf16": (MUON, "bf16"), "by head": (BY_HEAD, "fp32")}
 
 
+@cache
+def weights_on_one_rank() -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters after three steps, by case and name."""
+    return {case: dict(train(*settings).named_parameters()) for case, settings in CASES.items()}
+
+
 def trained_parts(world: World) -> tuple[dict[str, Any], set[str]]:
     """Each parameter of this rank after three steps, with its part, by case; what was sent, and over which axes."""
     parts: dict[str, Any] = {}
@@ -241,7 +252,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_moves_every_matrix_as_one_rank_does_to_the_bit(layout: str):
     parallel = LAYOUTS[layout]
-    expected = {case: dict(train(*settings).named_parameters()) for case, settings in CASES.items()}
+    expected = weights_on_one_rank()
     for by_case, sent in run_ranks(trained_parts, int(layout[0]), **parallel):
         for case, parts in by_case.items():
             for name, (part, value) in parts.items():
@@ -249,6 +260,49 @@ def test_every_layout_moves_every_matrix_as_one_rank_does_to_the_bit(layout: str
                 assert torch.equal(value, expected[case][name][window]), (case, name)
         for axis in ("tp", "etp"):
             assert (f"matrices {axis}" in sent) == (axis in parallel), (axis, sent)
+
+
+FlatPiece = tuple[str, Any, int, torch.Tensor]  # of a parameter: its name and part, and values from an element on
+
+
+def updated_pieces(world: World, shard: ShardConfig, parallel: ParallelConfig) -> dict[str, list[FlatPiece]]:
+    """What this rank has updated after three steps, by case."""
+    here = create_world(world.rank, world.size, world.device, parallel, shard=shard)
+    found: dict[str, list[FlatPiece]] = {}
+    for case, (optim, dtype) in CASES.items():
+        _, buckets, optimizer = ready(optim, dtype, here)
+        scales = dict.fromkeys(optimizer.units, torch.tensor(0.5, dtype=torch.float64))
+        for step in range(1, 4):
+            put_gradients(buckets, step)
+            optimizer.step(step, 0.01, scales)
+        pieces = found.setdefault(case, [])
+        for bucket in buckets:
+            weights = bucket.storage.weights_of_share(bucket.share)
+            pieces += [(p.parameter.name, p.parameter.part, p.first, weights[p.window]) for p in bucket.pieces()]
+    return found
+
+
+SHARDED = {
+    "2 zero3": (ShardConfig("zero3"), ParallelConfig()),
+    "4 zero3 tp2 etp2": (ShardConfig("zero3"), ParallelConfig(tp=2, etp=2)),
+    "4 zero3, two copies": (ShardConfig("zero3", replicas=2), ParallelConfig(ep=2)),
+    "4 zero1, two copies": (ShardConfig("zero1", replicas=2), ParallelConfig()),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_full_shares_and_copies_of_shares_move_every_matrix_as_one_rank_does_to_the_bit(case: str):
+    shard, parallel = SHARDED[case]
+    expected = weights_on_one_rank()
+    ranks = run_ranks(updated_pieces, int(case[0]), shard, parallel)
+    for case, weights in expected.items():
+        pieces = [piece for rank in ranks for piece in rank[case]]
+        for name, part, begin, values in pieces:
+            window = tuple(slice(first, first + size) for first, size in part)
+            whole = weights[name][window].flatten()
+            assert torch.equal(values, whole[begin : begin + len(values)]), (case, name)
+        elements = sum(len(values) for *_, values in pieces)
+        assert elements == shard.replicas * sum(weight.numel() for weight in weights.values())
 
 
 def loads(world: World, optim: OptimConfig) -> tuple[float, int, int]:

@@ -27,6 +27,7 @@ KINDS: dict[str, AttentionConfig] = {
     "one key head for each": AttentionConfig(heads=4, kv_heads=4, head_dim=8, qkv_bias=True),
     "shared key heads": AttentionConfig(heads=4, kv_heads=2, head_dim=8),
     "latent": AttentionConfig(kind="mla", heads=4, kv_heads=4, head_dim=8, rope_dim=4, q_rank=12, kv_rank=16),
+    "latent keys alone": AttentionConfig(kind="mla", heads=4, kv_heads=4, head_dim=8, rope_dim=4, kv_rank=16),
 }
 
 
@@ -93,6 +94,7 @@ def test_a_logit_above_the_threshold_is_lowered_to_it_and_others_are_left_alone(
         "one key head for each": {"query.weight", "key.weight"},
         "shared key heads": {"query.weight"},
         "latent": {"query.weight", "key.weight"},
+        "latent keys alone": {"query.weight", "key.weight"},
     }
     changed = {name for name in changed if not name.endswith("bias")}  # biases start at zero
     assert changed == {f"blocks.1.attention.{name}" for name in expected[kind]}
@@ -140,6 +142,7 @@ LAYOUTS = [
     (ParallelConfig(pp=2, tp=2, etp=2), "latent"),
     (ParallelConfig(tp=2, ep=4), "shared key heads"),
     (ParallelConfig(cp=4), "latent"),
+    (ParallelConfig(tp=2, ep=2), "latent keys alone"),
     (ParallelConfig(tp=2, cp=2, context="all_to_all"), "one key head for each"),
     (ParallelConfig(pp=2, cp=2, context="all_gather"), "shared key heads"),
     (ParallelConfig(cp=4, context="hierarchical"), "shared key heads"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import Config
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import declared_parameters
@@ -79,6 +80,28 @@ def test_between_steps_a_rank_holds_no_copy_and_its_share_of_bytes(stored: tuple
         assert held["copies"] == held["stored copies"] == 0
         assert held["bytes"] == held["elements"] / RANKS
         assert bool(held["bytes"]) == bool(stored)
+
+
+def bytes_of_experts(world: World, configs: list[Config]) -> list[dict[str, int]]:
+    """What a step sends to gather experts, which all have a recipe, and to agree on their scales."""
+    found: list[dict[str, int]] = []
+    for config in configs:
+        run = made_run(world, config)
+        losses_of(run, 1)
+        with counted_bytes_sent() as sent:
+            losses_of(run, 1)
+        of_experts = {what: count for (what, axis), count in sent.items() if axis.startswith("gradients of edp")}
+        found.append(of_experts)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "width"), [("blocks", 4), ("experts in parallel, bf16", 2)])
+def test_gathers_send_one_byte_for_each_weight_that_is_stored_in_fp8_and_little_for_scales(kind: str, width: int):
+    words = (*KINDS[kind], *SHARDED)
+    for wide, stored in run_ranks(bytes_of_experts, RANKS, [config_of(*words), config_of(*words, *STORED)]):
+        assert "max" not in wide
+        assert stored["unit"] * width == wide["unit"]
+        assert 0 < stored["max"] < 0.02 * stored["unit"]
 
 
 def resumed_on_rank(world: World, config: Config, folder: Path) -> tuple[list[float], list[float]]:

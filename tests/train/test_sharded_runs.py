@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.export import export_hf_weights
 from moefold.checkpoint.hf.model_folder import open_model_folder
-from moefold.comm import byte_counters, two_levels
+from moefold.comm import byte_counters, grad_reduce, two_levels
 from moefold.config.run import Config, DataConfig, LoraConfig, MemoryConfig, ParallelConfig, ShardConfig, TrainConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import declared_parameters
@@ -152,15 +154,15 @@ def test_validation_and_samples_are_those_of_one_rank():
         assert abs(sharded_loss - loss) < 1e-9
 
 
-COMPUTE, GATHER = 0.02, 0.01  # seconds of a step with weights, and of a gather
+COMPUTE, EXCHANGE = 0.02, 0.01  # seconds of a step with weights, and of a gather or reduction
 
 
 class SlowWork:
-    """A gather that takes its time from when it was begun."""
+    """A gather or reduction that takes its time from when it was begun."""
 
     def __init__(self, work: Any):
         self.work = work
-        self.end = time.time() + GATHER
+        self.end = time.time() + EXCHANGE
 
     def wait(self) -> None:
         self.work.wait()
@@ -177,15 +179,19 @@ class SlowSteps:
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None: ...
 
 
+def begin_slowly(begin: Any, *args: Any, **options: Any) -> SlowWork:
+    return SlowWork(begin(*args, **options))
+
+
 def traced_step(world: World, config: Config) -> tuple[list[TraceEvent], int]:
-    """The spans of a step's steps and gathers, and the bytes that gathers sent."""
-    gather = two_levels.DIST_ALL_GATHER
-
-    def begin_slowly(*args: Any, **options: Any) -> SlowWork:
-        return SlowWork(gather(*args, **options))
-
+    """The spans of a step's steps, gathers and reductions, and the bytes that gathers sent."""
+    gather = partial(begin_slowly, two_levels.DIST_ALL_GATHER)
+    reduce = partial(begin_slowly, grad_reduce.DIST_REDUCE_SCATTER)
     run = assemble_run(config, fold(world, config), Path("."), corpus=random_corpus(config))
-    with mock.patch.object(two_levels, "DIST_ALL_GATHER", begin_slowly):
+    with (
+        mock.patch.object(two_levels, "DIST_ALL_GATHER", gather),
+        mock.patch.object(grad_reduce, "DIST_REDUCE_SCATTER", reduce),
+    ):
         take_next_step(run)
         run.executor.spans.start_recording()
         tracer = StepTracer(run.executor.spans)
@@ -194,12 +200,15 @@ def traced_step(world: World, config: Config) -> tuple[list[TraceEvent], int]:
     return run.executor.spans.events, sum(count for (what, *_), count in sent.items() if what == "unit")
 
 
-def overlapped(events: list[TraceEvent]) -> tuple[int, int]:
-    """How many gathers there are, and how many lie beside a slow step of another unit."""
-    gathers = [event for event in events if event.lane == "gathers"]
+def beside_slow_steps(events: list[TraceEvent], lane: str) -> list[tuple[str, str]]:
+    """The exchanges of a lane in order: unit, and the first slow step that begins meanwhile; empty if none does."""
     slow = [event for event in events if event.name.startswith(("attend", "predict"))]
-    beside = [gather for gather in gathers if any(gather.start < step.start < gather.end for step in slow)]
-    return len(gathers), len(beside)
+    found: list[tuple[str, str]] = []
+    for exchange in sorted(events, key=lambda event: event.start):
+        if exchange.lane == lane:
+            meanwhile = [step.name for step in slow if exchange.start < step.start < exchange.end]
+            found.append((exchange.name, meanwhile[0] if meanwhile else ""))
+    return found
 
 
 def test_units_are_gathered_while_the_unit_before_computes():
@@ -208,10 +217,26 @@ def test_units_are_gathered_while_the_unit_before_computes():
     config = tiny(ShardConfig("zero3"), 2)
     config = replace(config, train=replace(config.train, global_batch=2))
     for events, _ in run_ranks(traced_step, 2, config):
-        names = [event.name for event in events if event.lane == "gathers"]
+        gathers = beside_slow_steps(events, "gathers")
+        names = [unit for unit, _ in gathers]
         assert names == ["embedding", "blocks.0", "blocks.1", "head", "blocks.0", "embedding"], names
-        count, beside = overlapped(events)
-        assert beside >= count - 2, f"{beside} of {count} gathers beside compute"
+        alone = [unit for unit, step in gathers if not step]
+        assert len(alone) <= 2, f"{alone} of {names} beside no compute"
+
+
+def test_gradients_of_a_unit_are_reduced_while_the_next_one_is_in_backward():
+    """Of two microbatches: those of the first block travel beside the next forward, those of the embedding leave when
+    backward comes to another unit. Behind the last backward nothing computes."""
+    config = tiny(ShardConfig("zero3"), 2)
+    config = replace(config, train=replace(config.train, global_batch=4))
+    expected = [
+        *(("head", "attend D0.0"), ("blocks.1", "attend D0.0"), ("blocks.0", "attend F0.1")),
+        *(("embedding", "predict D0.1"), ("head", "attend D0.1"), ("blocks.1", "attend D0.1")),
+        *(("blocks.0", ""), ("embedding", "")),
+    ]
+    for events, _ in run_ranks(traced_step, 2, config):
+        buckets = beside_slow_steps(events, "reductions")  # several of a unit
+        assert list(dict.fromkeys(buckets)) == expected
 
 
 def test_recompute_gathers_nothing_twice():
@@ -220,3 +245,41 @@ def test_recompute_gathers_nothing_twice():
     (_, plain), _ = run_ranks(traced_step, 2, config)
     (_, recomputing), _ = run_ranks(traced_step, 2, again)
     assert recomputing == plain
+
+
+NODE = 4  # ranks of each of two nodes
+INSIDE_AND_ACROSS = {"dense": (4, 2), "expert": (2, 2)}  # replicas of a node, and nodes, with ep 2
+GATHERS = {"embedding": 2, "blocks.0": 2, "blocks.1": 1, "head": 1}  # of a microbatch, as above
+
+
+def bytes_by_level(world: World, config: Config) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """Bytes that the second step's sums and gathers send inside nodes and across them, and those of the formulas of
+    MegaScale-MoE, A.1: of P bytes P (n-1)/n inside a node and P/n (d-1)/d across, for n replicas on each of d nodes."""
+    here = create_world(world.rank, world.size, world.device, config.parallel, NODE, shard=config.shard)
+    run = assemble_run(config, here, Path("."), random_corpus(config))
+    take_next_step(run)
+    run.parameters.await_all_buckets()
+    with byte_counters.counted_bytes_sent() as counted:
+        take_next_step(run)
+        run.parameters.await_all_buckets()
+    sent, formulas = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for (what, axis), count in counted.items():
+        if axis.startswith("gradients of"):
+            sent[what, axis.rpartition(" ")[2]] += count
+    for bucket in run.gradients.buckets:
+        n, d = INSIDE_AND_ACROSS[bucket.placement.grid]
+        weights = len(bucket.weights) * bucket.weights.itemsize
+        gathered = {"unit": weights * GATHERS[bucket.unit]} if bucket.unit else {"publish": weights}
+        for what, whole in {"reduce": bucket.sums.nbytes, **gathered}.items():
+            formulas[what, "inside"] += whole * (n - 1) // n
+            formulas[what, "nodes"] += whole // n * (d - 1) // d
+    return sent, formulas
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero3"])
+def test_a_step_sends_the_bytes_of_the_formulas_inside_nodes_and_across_them(mode: Any):
+    config = tiny(ShardConfig(mode, sync="hierarchical"), 8, parallel=ParallelConfig(ep=2))
+    config = replace(config, train=replace(config.train, global_batch=8))
+    for sent, formulas in run_ranks(bytes_by_level, 8, config):
+        assert sent == formulas
+        assert len(formulas) == 4

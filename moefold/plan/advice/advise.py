@@ -60,6 +60,7 @@ def answer_beside_figures(setting: RunSetting, gpu: Gpu, tokens_per_second: floa
     fullest = fullest_rank(memory_by_rank(setting))
     plan = Situation(setting, gpu, fullest)
     band = find_band(gpu.name, setting.world, setting.product_precision)
+    warnings = filter(None, (band_warning(band, gpu.name), untimed_shares(setting)))
     return {
         "error_band": {
             "low": tokens_per_second * band.low,
@@ -67,7 +68,24 @@ def answer_beside_figures(setting: RunSetting, gpu: Gpu, tokens_per_second: floa
             "high": tokens_per_second * band.high,
             "runs": band.runs,
             "text": describe_band(band, gpu.name),
-            "warning": band_warning(band, gpu.name),
+            "warning": "; ".join(warnings),
         },
         "advice": [asdict(advice) for advice in advise(plan)],
     }
+
+
+def untimed_shares(setting: RunSetting) -> str:
+    """A warning about shares that this trainer was never timed with on several GPUs; else nothing."""
+    if setting.world == 1 or setting.choices.stack != "moefold":
+        return ""
+    shard = setting.config.shard
+    untimed: list[str] = []
+    if setting.choices.sharding == "fsdp":
+        untimed.append("full sharding")
+    if shard.replicas > 1:
+        untimed.append("several copies of shares")
+    if shard.sync == "hierarchical":
+        untimed.append("sums in two levels")
+    if not untimed:
+        return ""
+    return f"never timed on several GPUs, so that these times are an estimate: {', '.join(untimed)}"
