@@ -16,7 +16,7 @@ from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw, adamw_fused
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
-from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
+from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, AdamWScalars, adamw_scalars
 from moefold.kernels.optimizer.decode_moment import decode_moment
 from moefold.layout.tape_entries import one_entry
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
@@ -39,6 +39,7 @@ from moefold.optim.rule import (
     weight_decay_of,
     window_of,
 )
+from moefold.optim.step_scalars import ROW_ALIGNMENT
 from moefold.shard.storage import FusedOperands
 
 
@@ -48,6 +49,12 @@ class UpdateNumbers(NamedTuple):
     scale: Tensor
     scalars: Tensor
     options: AdamWOptions
+
+    def of_window(self, share: BucketShare, window: slice) -> UpdateNumbers:
+        """Those of a window whose states began together, of those of the whole share."""
+        first = share.begin_of(window) * ROW_ALIGNMENT
+        last = first + ROW_ALIGNMENT
+        return self._replace(scalars=self.scalars[first:last])
 
 
 class AdamW:
@@ -88,9 +95,15 @@ class AdamW:
         return state
 
     def step_numbers(self, share: BucketShare, step: int, lr: float) -> StepNumbers:
+        """For each begin of states the numbers of a step, counted from there."""
         options = self.options_of(share)
         seed = stochastic_rounding_seed(step, share.number)
-        return adamw_scalars(step, lr, options, seed)
+        rows: list[float] = []
+        for begin in share.begins:
+            steps_since = max(1, step - begin.updates)
+            row = adamw_scalars(steps_since, lr, options, seed)
+            rows += aligned_row(row)
+        return rows
 
     def move_states(self, share: BucketShare, stream: HostStream | None) -> HostStream | None:
         if not self.states_on_host:
@@ -135,7 +148,8 @@ class AdamW:
             beside = window_of(weights, window)
             first = first_element(share, window)
             operands = (part, gradient[window], mean.codes, square.codes, beside)
-            self.adamw(*operands, *numbers, first, mean.scales, square.scales)
+            numbers_here = numbers.of_window(share, window)
+            self.adamw(*operands, *numbers_here, first, mean.scales, square.scales)
 
         ended = stream.visit(share.number, visiting_chunks(share), update_chunk)
         share.bucket.note_update(ended, (gradient, numbers.scale, numbers.scalars))
@@ -149,12 +163,11 @@ class AdamW:
         scale = numbers.scale.cpu()
         if not scale.isfinite():
             return
-        scalars = numbers.scalars.cpu()
+        numbers = numbers._replace(scale=scale, scalars=numbers.scalars.cpu())
         gradient = share.gradient
         means = share.state["mean"]
         squares = share.state["mean_square"]
-        size = len(main)
-        windows = chunk_windows(size, CHUNK_ELEMENTS)
+        windows = share_windows(share)
         next_windows = iter(windows)
         first_window = next(next_windows)
         arriving = ToHost(gradient[first_window])
@@ -173,7 +186,7 @@ class AdamW:
             part = main[window]
             held = ToHost(part).read()
             operands = (held, g, mean.codes, square.codes, rounded)
-            adamw_fused(*operands, scale, scalars, numbers.options)
+            adamw_fused(*operands, *numbers.of_window(share, window))
             if held is not part:
                 part.copy_(held, non_blocking=True)
             if beside is not None and rounded is not None:
@@ -195,14 +208,21 @@ class AdamW:
             beside = window_of(weights, window)
             first = first_element(share, window)
             operands = (main[window], gradient[window], mean.codes, square.codes, beside)
+            numbers_here = numbers.of_window(share, window)
             if copy is None:
-                self.adamw(*operands, *numbers, first, mean.scales, square.scales)
+                self.adamw(*operands, *numbers_here, first, mean.scales, square.scales)
             else:
-                self.adamw_blocks(*operands, *numbers, first, *copy.tensors, copy.rule, dtype)
+                self.adamw_blocks(*operands, *numbers_here, first, *copy.tensors, copy.rule, dtype)
         if fused is None:
             storage.refresh_weights(main)
 
-    def parts_of(self, share: BucketShare, can_fuse: bool) -> Iterable[PartToUpdate]:
+    def parts_of(self, share: BucketShare, can_fuse: bool) -> Iterator[PartToUpdate]:
+        """Windows of the share whose states began together, with the FP8 copies that the update writes."""
+        for whole, copy in self.parts_with_copies(share, can_fuse):
+            for window in share.cut_by_begins(whole):  # a copy is of one parameter, which is not cut
+                yield window, copy
+
+    def parts_with_copies(self, share: BucketShare, can_fuse: bool) -> Iterable[PartToUpdate]:
         """Windows of the share, with the FP8 copies that the update writes: none where moments have blocks."""
         moments = share.state.values()
         has_blocks = any(isinstance(moment, BlockMoment) for moment in moments)
@@ -213,6 +233,13 @@ class AdamW:
         return [(whole, None)]
 
 
+def aligned_row(row: AdamWScalars) -> list[float]:
+    """A row of numbers, padded to the size of the rows on the device."""
+    missing = ROW_ALIGNMENT - len(row)
+    padding = [0.0] * missing
+    return [*row, *padding]
+
+
 def operands_in_parts(share: BucketShare) -> FusedOperands:
     """Main weights, and the model's weights where these are others, of a share that is updated in parts."""
     fused = share.storage.fused_operands()
@@ -221,7 +248,11 @@ def operands_in_parts(share: BucketShare) -> FusedOperands:
 
 
 def share_windows(share: BucketShare) -> list[slice]:
-    return chunk_windows(len(share.weights), CHUNK_ELEMENTS)
+    """Chunks of a share whose states began together."""
+    windows: list[slice] = []
+    for chunk in chunk_windows(len(share.weights), CHUNK_ELEMENTS):
+        windows += share.cut_by_begins(chunk)
+    return windows
 
 
 def visits_device(main: Tensor, share: BucketShare) -> bool:

@@ -12,7 +12,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.host_states import HostStream
 from moefold.optim.parameter_groups import GroupRule, ParameterGroups
-from moefold.optim.rule import BucketShare, KeepsStatesOnHost, Rule, StepNumbers
+from moefold.optim.rule import BegunAfter, BucketShare, KeepsStatesOnHost, Rule, StepNumbers
 from moefold.optim.step_scalars import ScalarRows, StepScalars, UpdateNumber
 from moefold.shard.buckets import Bucket, BucketPiece, units_of_buckets
 from moefold.shard.gradients import device_number
@@ -39,12 +39,19 @@ class Optimizer:
         for number, bucket in enumerate(buckets):
             share = self.open_share(number, bucket)
             self.shares.append(share)
+        first_bucket = buckets[0]
+        self.device = first_bucket.weights.device
+        self.note_begins({})
+        self.one = device_number(1.0, self.device)
+
+    def note_begins(self, begun_after: BegunAfter) -> None:
+        """Take note of when the states of parameters began, those not named with the run: before steps are recorded."""
+        self.begun_after = dict(begun_after)
+        for share in self.shares:
+            share.note_begins(begun_after)
         # Rules give equally many numbers in every step: the first step shows how much memory they take.
         first_rows = self.step_rows(1, 0.0)
-        first_bucket = buckets[0]
-        device = first_bucket.weights.device
-        self.scalars = StepScalars(first_rows, device)
-        self.one = device_number(1.0, device)
+        self.scalars = StepScalars(first_rows, self.device)
 
     def open_share(self, number: int, bucket: Bucket) -> BucketShare:
         """This rank's share of a bucket, with main weights and new state."""

@@ -6,7 +6,8 @@ A rule with `whole` gets shares that end between matrices (`BucketShare.matrices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -27,16 +28,29 @@ StateKinds = tuple[str, ...]
 RuleState = dict[str, Moment]  # by kind
 StepNumbers = Sequence[float]
 ParameterMatrices = tuple[DeclaredParameter, Tensor]  # as a view (matrices, rows, columns)
+BegunAfter = Mapping[str, int]  # by parameter, the updates that a run had made when its states began
+
+
+class StateBegin(NamedTuple):
+    """From element `first` of a share on, states began after so many updates of the run."""
+
+    first: int
+    updates: int
+
+
+WITH_THE_RUN = StateBegin(0, 0)
 
 
 @dataclass
 class BucketShare:
     """This rank's share of a bucket, as a rule sees it: main weights by way of `storage`, the gradient's sum over
-    ranks, and the rule's state by kind. `number` counts the buckets of the optimizer."""
+    ranks, and the rule's state by kind. `number` counts the buckets of the optimizer. `begins` are in order of their
+    elements, the first with element 0."""
 
     number: int
     bucket: Bucket
     state: RuleState = field(default_factory=dict)
+    begins: list[StateBegin] = field(default_factory=lambda: [WITH_THE_RUN])
 
     @property
     def storage(self) -> WeightStorage:
@@ -56,6 +70,33 @@ class BucketShare:
     def wide_dtype(self) -> torch.dtype:
         dtype = self.weights.dtype
         return torch.promote_types(dtype, torch.float32)
+
+    def note_begins(self, begun_after: BegunAfter) -> None:
+        """Take note of when states began; those of parameters that are not named began with the run."""
+        begins = [WITH_THE_RUN]
+        for piece in self.bucket.pieces():
+            updates = begun_after.get(piece.parameter.name, 0)
+            is_empty = piece.first == piece.last
+            if is_empty or updates == begins[-1].updates:
+                continue
+            if piece.offset == 0:
+                begins.clear()
+            begins.append(StateBegin(piece.offset, updates))
+        self.begins = begins
+
+    def cut_by_begins(self, window: slice) -> Iterator[slice]:
+        """A window of the share, cut where states began after another update."""
+        start = window.start
+        for begin in self.begins:
+            if start < begin.first < window.stop:
+                yield slice(start, begin.first)
+                start = begin.first
+        yield slice(start, window.stop)
+
+    def begin_of(self, window: slice) -> int:
+        """The number of the begin of a window's states, after it was cut."""
+        firsts = [begin.first for begin in self.begins]
+        return bisect(firsts, window.start) - 1
 
     def matrices(self, flat: Tensor) -> Iterator[ParameterMatrices]:
         """Each parameter's matrices in a flat tensor of the share, as views (matrices, rows, columns). A matrix that
@@ -101,7 +142,8 @@ class Rule(Protocol):
         ...
 
     def step_numbers(self, share: BucketShare, step: int, lr: float) -> StepNumbers:
-        """The numbers of a step, to be written to the device before `update`; always equally many."""
+        """The numbers of a step, to be written to the device before `update`; always equally many, unless
+        `share.begins` change. `step` counts the updates of the run, which may have begun before the states."""
         ...
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:

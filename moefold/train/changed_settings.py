@@ -57,6 +57,7 @@ SHAPE_SETTINGS = (
     "lora.dora",
     "train.precision",
 )
+RULE_SETTINGS = ("optim.rule", "optim.groups")  # decide which states the optimizer has
 NOTED_SETTINGS = (  # a changed value is printed
     "model.",
     "data.",
@@ -107,6 +108,14 @@ def changed_settings(config: Config, found: OpenedCheckpoint) -> Iterator[Change
     for key, value in flat_settings(config).items():
         if key in saved and show_setting(value) != show_setting(saved[key]):
             yield ChangedSetting(key, saved[key], value)
+
+
+def has_other_rules(config: Config, found: OpenedCheckpoint) -> bool:
+    """Whether the rules of parameters are not those of the checkpoint, which may be older than the choice of rules."""
+    saved, _ = with_new_names(found.state["config"])
+    now = flat_settings(config)
+    defaults = flat_settings(Config())
+    return any(show_setting(saved.get(key, defaults[key])) != show_setting(now[key]) for key in RULE_SETTINGS)
 
 
 def accept_changes(changes: Iterable[ChangedSetting], found: OpenedCheckpoint, say: Printer) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
 from moefold.checkpoint.format.storage import checkpoint_folder, parse_storage_path
-from moefold.checkpoint.format.verify import OpenedCheckpoint
+from moefold.checkpoint.format.verify import BEGUN_AFTER, OpenedCheckpoint
 from moefold.checkpoint.live.background_saver import BackgroundSaver
+from moefold.checkpoint.live.changed_states import ChangedStates, compare_states
 from moefold.checkpoint.live.load import OPTIONAL_PREFIXES, find_checkpoint, load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import (
     LogicalTensor,
@@ -24,6 +27,7 @@ from moefold.train.changed_settings import (
     accept_changes,
     changed_settings,
     flat_settings,
+    has_other_rules,
     record_changes,
     require_run_state,
 )
@@ -48,6 +52,7 @@ def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
         "consumed": run.loader.consumed,
         "sources": run.loader.sequences.source_counts(run.loader.consumed),
         "config": flat_settings(run.config),
+        BEGUN_AFTER: run.optimizer.begun_after,
     }
     packed = run.loader.packed
     if packed is not None:
@@ -90,6 +95,24 @@ def restore_packing(run: Run, found: OpenedCheckpoint) -> None:
         packed.restore(found.state["consumed"], saved)
 
 
+def load_tensors(run: Run, found: OpenedCheckpoint, rng_state: dict[str, Tensor], say: Printer) -> None:
+    """Fill all tensors of a run. With other rules than the checkpoint's, states whose kinds it lacks begin anew."""
+    tensors = run_tensors(run) | rng_state
+    optional = {name for name in tensors if name.startswith(OPTIONAL_PREFIXES)}
+    states = ChangedStates()
+    if has_other_rules(run.config, found):
+        states = compare_states(found.ledger, tensors, run.world)
+    for note in states.notes():
+        say(note)
+    taken = states.taken_over(tensors)
+    load_checkpoint(found, taken, optional, run.world, states.left)
+    run.loss_scale.forget_counts()
+    next_step = found.state["step"] + 1
+    next_update = run.loss_scale.update_number(next_step)
+    begun_after = states.begun_after(found, next_update.highest - 1)
+    run.optimizer.note_begins(begun_after)
+
+
 def resume_run(run: Run, source: str, say: Printer, kept: OpenedCheckpoint | None = None) -> bool:
     """Load a checkpoint: the one that was kept in memory; else, for `auto`, the newest intact one of this run, if there
     is any; else the one at the path `source`. Returns whether the run continues."""
@@ -111,9 +134,7 @@ def resume_run(run: Run, source: str, say: Printer, kept: OpenedCheckpoint | Non
     restore_packing(run, found)
     # Ranks that the saving run did not have keep their own random state; recipes may have changed.
     rng_state = rng_state_tensors(run.world)
-    tensors = run_tensors(run) | rng_state
-    optional = {name for name in tensors if name.startswith(OPTIONAL_PREFIXES)}
-    load_checkpoint(found, tensors, optional, run.world)
+    load_tensors(run, found, rng_state, say)
     run.parameters.publish()
     if run.graph is not None:
         run.graph.forget()
@@ -131,6 +152,5 @@ def resume_run(run: Run, source: str, say: Printer, kept: OpenedCheckpoint | Non
     run_on_rank_zero(record, run.world, run.out)
     run.step = step
     run.loader.consumed = found.state["consumed"]
-    run.loss_scale.forget_counts()
     say(f"resumed from {found.path} at step {run.step}")
     return True

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
+from moefold.checkpoint.hf import export, read_weights
+from moefold.checkpoint.hf.export import NamedTensors
+from moefold.checkpoint.hf.read_weights import FolderWeights
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import World
@@ -28,13 +34,18 @@ from moefold.train.share_out import WeightFiller
 
 @dataclass
 class ResidentWeights:
-    """An observer of steps. Bytes: `at_start` the most while the run is assembled, `in_steps` the most around a step,
-    `shares` what is held for good, `units` those of each unit whole. `addresses`: where gathers wrote each bucket."""
+    """An observer of steps. Bytes: `at_start` the most while the run is assembled, `in_fill` and `in_export` the most
+    while weights of a folder are read and written, with every tensor that is made for it, `in_steps` the most around a
+    step, `shares` what is held for good, `units` those of each unit whole. `addresses`: where gathers wrote each
+    bucket. `counts`: how often fill and export were counted."""
 
     model: Transformer | None = None
     window: GatheredUnits | None = None
     at_start: int = 0
+    in_fill: int = 0
+    in_export: int = 0
     in_steps: int = 0
+    counts: int = 0
     shares: int = 0
     units: dict[str, int] = field(default_factory=dict)
     addresses: dict[int, set[int]] = field(default_factory=dict)
@@ -49,13 +60,13 @@ class ResidentWeights:
                 return found
             found = again
 
-    def count_once(self) -> int:
+    def count_once(self, others: Iterable[Tensor] = ()) -> int:
         assert self.model is not None
+        held = [tensor for parameter in self.model.parameters() for tensor in tensors_of_weight(parameter)]
         memory: dict[int, int] = {}
-        for parameter in self.model.parameters():
-            for tensor in tensors_of_weight(parameter):
-                storage = tensor.untyped_storage()
-                memory[storage._cdata] = 0 if self.is_lent(tensor) else storage.nbytes()
+        for tensor in (*held, *others):
+            storage = tensor.untyped_storage()
+            memory[storage._cdata] = 0 if self.is_lent(tensor) else storage.nbytes()
         return sum(memory.values()) + sum(buffer.nbytes for buffer in self.buffers())
 
     def buffers(self) -> list[Tensor]:
@@ -70,6 +81,35 @@ class ResidentWeights:
 
     def count_at_start(self) -> None:
         self.at_start = max(self.at_start, self.count())
+
+    def count_in_fill(self) -> None:
+        self.in_fill = max(self.in_fill, self.count_once(tensors_made_since()))
+        self.counts += 1
+
+    def count_in_export(self) -> None:
+        self.in_export = max(self.in_export, self.count_once(tensors_made_since()))
+        self.counts += 1
+
+    @contextmanager
+    def counted_fill(self) -> Iterator[None]:
+        """Count behind every box that is read from a folder, and behind every piece of a weight."""
+        forget_tensors_so_far()
+        read_box = counting_after(FolderWeights.read_raw_box, self.count_in_fill)
+        read_piece = counting_after(read_weights.read_piece_values, self.count_in_fill)
+        with (
+            mock.patch.object(FolderWeights, "read_raw_box", read_box),
+            mock.patch.object(read_weights, "read_piece_values", read_piece),
+        ):
+            yield
+
+    def counted_export(self, exported: NamedTensors) -> NamedTensors:
+        """The exported tensors, counted when a piece has been gathered and joined, and when each of them is whole."""
+        forget_tensors_so_far()
+        write_piece = counting_after(export.write_piece_values, self.count_in_export)
+        with mock.patch.object(export, "write_piece_values", write_piece):
+            for name, tensor in exported:
+                self.count_in_export()
+                yield name, tensor
 
     def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
         self.in_steps = max(self.in_steps, self.count())
@@ -105,12 +145,32 @@ class ResidentWeights:
         passes = 2 if config.pipeline.pair else 1
         largest = sorted(self.units.values())[-2:]
         allowed = self.shares + passes * sum(largest)
-        if self.at_start > allowed or self.in_steps > allowed:
-            return f"{self.at_start} bytes at the start and {self.in_steps} in steps; {allowed} are allowed"
+        found = {"start": self.at_start, "fill": self.in_fill, "export": self.in_export, "steps": self.in_steps}
+        if max(found.values()) > allowed:
+            return f"bytes in {found}; {allowed} are allowed"
         places = max(map(len, self.addresses.values()), default=0)
         if can_give_memory() and places > 2 * passes:
             return f"gathers write a bucket to {places} places"
         return ""
+
+
+def counting_after(function: Callable[..., Any], count: Callable[[], None]) -> Callable[..., Any]:
+    def call_and_count(*args: Any) -> Any:
+        result = function(*args)  # is counted too, as are the arguments
+        count()
+        return result
+
+    return call_and_count
+
+
+def forget_tensors_so_far() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def tensors_made_since() -> list[Tensor]:
+    """Every tensor that lives and was made since the others were forgotten."""
+    return [each for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type != "meta"]
 
 
 def tensors_of_weight(parameter: Tensor) -> Iterator[Tensor]:
@@ -125,8 +185,8 @@ def tensors_of_weight(parameter: Tensor) -> Iterator[Tensor]:
 def assemble_watched_run(
     config: Config, world: World, corpus: Corpus, fill: WeightFiller | None = None
 ) -> tuple[Run, ResidentWeights]:
-    """A run, and the weights that it held while it was assembled: counted before each bucket frees its weights, and
-    when `fill` has filled them."""
+    """A run, and the weights that it held while it was assembled: counted before each bucket frees its weights,
+    while `fill` fills them, and behind it."""
     weights = ResidentWeights()
     keep_share_alone = buckets_module.keep_share_alone
     build_model = assemble.build_model
@@ -140,11 +200,17 @@ def assemble_watched_run(
         keep_share_alone(bucket, storage)
         weights.count_at_start()
 
+    def fill_and_count(model: Transformer) -> None:
+        assert fill is not None
+        weights.model = model  # which without shares is filled while it is built
+        with weights.counted_fill():
+            fill(model)
+
     with (
         mock.patch.object(assemble, "build_model", build_and_watch),
         mock.patch.object(buckets_module, "keep_share_alone", count_and_keep),
     ):
-        run = assemble_run(config, world, Path("."), corpus, fill)
+        run = assemble_run(config, world, Path("."), corpus, fill and fill_and_count)
     weights.count_at_start()
     weights.note_units(run.parameters.buckets)
     if isinstance(run.parameters, GatheredUnits):

@@ -31,7 +31,7 @@ from moefold.config.run import (
     ShardConfig,
     TrainConfig,
 )
-from moefold.layout.axes import World, create_world
+from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus
 from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
@@ -172,6 +172,7 @@ SHARDINGS = [
     (ShardConfig("zero3", 2), ParallelConfig(etp=2)),
     (ShardConfig("zero3"), ParallelConfig(pp=2)),
     (ShardConfig("zero1", 2), ParallelConfig(cp=2)),
+    (ShardConfig("zero1", sync="hierarchical"), ParallelConfig(ep=2)),
 ]
 
 
@@ -180,9 +181,42 @@ SHARDINGS = [
 def test_any_sharding_takes_up_what_another_saved(rule: str, tmp_path: Path):
     start = replace(START, optim=replace(START.optim, rule=rule), train=replace(START.train, precision="fp64"))
     layouts = [replace(start, shard=shard, parallel=parallel) for shard, parallel in SHARDINGS]
-    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 3, 4, 0])[0]:
+    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 3, 4, 5, 0])[0]:
         assert not wrong
         assert worst <= 1e-9
+
+
+MUON = replace(START.optim, rule="muon")
+SOME_FROZEN = replace(START.optim, groups=("blocks.0.*: frozen", "*.router.weight: rule=muon"))
+RULES = [(START.optim, SHARDINGS[0]), (MUON, SHARDINGS[1]), (SOME_FROZEN, SHARDINGS[2]), (START.optim, SHARDINGS[5])]
+
+
+def change_rules(world: World, folder: str, configs: list[Config]) -> list[float]:
+    """Losses of a run that goes on under each configuration in turn, each in a new run."""
+    found: list[float] = []
+    source = ""
+    for number, config in enumerate(configs):
+        here = world
+        if world.size > 1:
+            degrees = config.parallel
+            here = create_world(world.rank, world.size, world.device, degrees, node_size=2, shard=config.shard)
+        run = assemble_run(config, here, Path(folder) / str(number), corpus=random_corpus(config))
+        if source:
+            resume_run(run, source, str)
+        reports = [train_step(run, run.loader.next_batch()) for _ in range(2)]
+        found += [report.loss for report in reports]
+        source = str(write(run, make_background_saver(run, str)).path)
+    return found
+
+
+@pytest.mark.extended
+def test_other_rules_in_other_shardings_take_up_what_they_would_on_one_rank(tmp_path: Path):
+    start = replace(START, train=replace(START.train, precision="fp64"))
+    alone = [replace(start, optim=optim) for optim, _ in RULES]
+    spread = [replace(start, optim=optim, shard=shard, parallel=parallel) for optim, (shard, parallel) in RULES]
+    expected = change_rules(single_rank_world(), str(tmp_path / "alone"), alone)
+    for found in run_ranks(change_rules, RANKS, str(tmp_path / "spread"), spread):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.extended

@@ -41,6 +41,7 @@ from moefold.config.errors import printable_text
 
 LARGEST_METADATA = 1 << 30  # bytes of a ledger; some hundred for each tensor and expert
 LARGEST_POSITION = 1 << 62  # of a step, or of sequences consumed
+BEGUN_AFTER = "begun_after"  # in the state: by parameter, the updates before its optimizer states, if any
 MOST_CLAIMED = 1 << 10  # a ledger that claims more than this many times a tensor's stored values is not believed
 
 HashWork = list[tuple[str, HashPiece]]
@@ -216,13 +217,18 @@ def parse_run_state(raw: bytes) -> dict[str, Any]:
 def require_run_position(state: Mapping[str, Any]) -> None:
     """Refuse a state that no run can continue from."""
     for name in ("step", "consumed"):
-        number = state.get(name)
-        if type(number) is not int or not 0 <= number < LARGEST_POSITION:
-            shown = printable_text(repr(number))
-            raise DamagedCheckpoint(f"{STATE_FILE} has {name} = {shown}; expected a whole number from 0 on")
-    for name in ("config", "sources"):
+        require_count(name, state.get(name))
+    for name in ("config", "sources", BEGUN_AFTER):
         if not isinstance(state.get(name, {}), dict) or "config" not in state:
             raise DamagedCheckpoint(f"{STATE_FILE} has no names with values under {name}")
+    for name, updates in state.get(BEGUN_AFTER, {}).items():
+        require_count(f"{BEGUN_AFTER} of {printable_text(name)}", updates)
+
+
+def require_count(name: str, number: object) -> None:
+    if type(number) is not int or not 0 <= number < LARGEST_POSITION:
+        shown = printable_text(repr(number))
+        raise DamagedCheckpoint(f"{STATE_FILE} has {name} = {shown}; expected a whole number from 0 on")
 
 
 def hash_stored_pieces(opened: OpenedCheckpoint, work: HashWork) -> PieceDigests:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from moefold.checkpoint.format.ledger import Ledger, PieceDigests, TensorSpec, TensorSpecs
@@ -95,10 +95,13 @@ def explain_no_checkpoint(path: StoragePath, option: str) -> str:
     return f"{option} {path}: no checkpoint there"
 
 
-def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: set[str], world: World) -> None:
+def load_checkpoint(
+    found: FoundCheckpoint, tensors: LogicalTensors, optional: set[str], world: World, left: Collection[str] = ()
+) -> None:
     """Fill the tensors in place. Tensors that are missing, left over, or of another shape are refused, all at once, and
     so are weights of another dtype; optimizer state is converted. Main weights that the checkpoint lacks are its
-    weights. Tensors of `optional` names that the checkpoint lacks, or has in another shape, stay as they are."""
+    weights. Tensors of `optional` names that the checkpoint lacks, or has in another shape, stay as they are; those of
+    the names `left` may be left over."""
     wanted: dict[str, TensorPart] = {}
     from_weights: dict[str, TensorPart] = {}  # main weights, by the names of the weights
     for name, tensor in tensors.items():
@@ -109,7 +112,8 @@ def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: s
         elif name not in optional or fits_saved(found.ledger, name, part):
             wanted[name] = part
     specs = {name: part.spec for name, part in wanted.items()}
-    refuse_mismatches(found, found.ledger, specs, world)
+    ledger = {name: entry for name, entry in found.ledger.items() if name not in left}
+    refuse_mismatches(found, ledger, specs, world)
     fill_on_every_rank(found, wanted, world)
     fill_on_every_rank(found, from_weights, world)
 
