@@ -210,7 +210,9 @@ def test_adapters_of_four_ranks_begin_as_given_and_load_in_peft(tmp_path: Path, 
     for began in ranks:
         assert began.keys() == given.keys()
         assert all(torch.equal(began[name], given[name]) for name in given)
-    assert run_command_line(["convert", run, str(tmp_path / "merged")]) == 0
+    assert run_command_line(["convert", run, str(tmp_path / "merged"), "--merge"]) == 0
+    assert run_command_line(["convert", run, str(tmp_path / "peft"), "--merge", "--to", "peft"]) == 2
+    assert "--to peft adapters alone" in capsys.readouterr().err
     assert run_command_line(["convert", run, str(tmp_path / "peft"), "--to", "peft"]) == 0
     assert "adapters for qwen3_moe" in capsys.readouterr().out
     merged = hf().AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
