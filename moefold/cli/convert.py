@@ -9,6 +9,7 @@ from typing import Literal
 
 import tyro
 
+from moefold.config.errors import UserError
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
 
@@ -25,6 +26,8 @@ class ConvertOptions:
     to: Literal["hf", "peft", "peft_by_expert"] = "hf"
     """The form to write: hf, a model, with adapters merged into its weights; peft, the adapters of a LoRA run alone;
     peft_by_expert, the same with a pair for each expert's matrix, as vLLM and SGLang read them."""
+    merge: bool = False
+    """Merge adapters into the weights, which the form hf does with or without this word; other forms refuse it."""
     family: str | None = None
     """The model family to write, such as qwen3_moe; by default the one that can hold every tensor."""
     dtype: Literal["as_saved", "fp32", "bf16", "fp16", "fp8_block"] = "as_saved"
@@ -43,6 +46,8 @@ FORM = CommandForm("convert", ConvertOptions)
 
 def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(FORM, argv)
+    if options.merge and options.to != "hf":
+        raise UserError(f"--merge writes a whole model, and --to {options.to} adapters alone; leave out one of the two")
 
     from moefold.train.convert import ConvertRequest, convert_adapters, convert_weights  # torch, from here on
 

@@ -36,9 +36,10 @@ class HostedExperts:
     def __init__(self, module: Any, kind: ActivationKind | None, dtype: torch.dtype):
         """`kind`: the activation as moefold's ops know it; None: the module's own."""
         self.module = module
-        self.kind = kind
         self.dtype = dtype
         self.has_norm = getattr(module, "has_post_expert_norm", False)  # unknown to transformers before 5.19
+        # A norm enlarges small differences: in front of it the module's own activation rounds as in transformers.
+        self.kind = kind = None if self.has_norm else kind
         is_gated = module.has_gate
         name = "gate_up_proj" if is_gated else "up_proj"
         self.up_bias = self.bias(f"{name}_bias")
@@ -63,17 +64,17 @@ class HostedExperts:
     @property
     def weight_inside(self) -> bool:
         """Whether the router's weight joins the activation; otherwise it acts last and rounds as in transformers."""
-        return self.kind is not None and not self.has_norm
+        return self.kind is not None
 
     def unfused(self) -> str:
         """What keeps these experts off the fused kernel, or nothing."""
         module = self.module
+        if self.has_norm:
+            return "experts with a norm"
         if self.kind != SILU_GATE:
             return "experts without SwiGLU"
         if module.has_bias:
             return "experts with biases"
-        if self.has_norm:
-            return "experts with a norm"
         if module.is_transposed:
             return "transposed weights"
         return ""

@@ -21,6 +21,7 @@ from tests.support.prepared import opened, prepared
 
 VOCAB = 600
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|close|>", "<|eot|>", "[INST]", "[/INST]"]
+SPECIAL += ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -45,6 +46,12 @@ MISTRAL = """{{ bos_token }}{% set rest = messages %}{% set system = '' %}
     {%- if message['role'] == 'user' %}{{ '[INST] ' + (system if loop.first else '') + message['content'] + '[/INST]' }}
     {%- else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}
 {%- endfor %}"""
+HARMONY = """{%- for message in messages %}
+    {{- '<|start|>' + message.role }}
+    {%- if message.role == 'assistant' %}
+        {{- '' }}{% generation %}{{ '<|channel|>final<|message|>' + message.content + '<|end|>' }}{% endgeneration %}
+    {%- else %}{{ '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 THINKING = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- set text = message.content %}
@@ -114,7 +121,7 @@ def whole(document: DocumentTokens, end: int) -> tuple[list[int], list[bool]]:
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
-@pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL], ids=["ChatML", "Llama 3", "Mistral"])
+@pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL, HARMONY], ids=["ChatML", "Llama 3", "Mistral", "GPT-OSS"])
 @pytest.mark.parametrize("messages", CHATS, ids=["short", "long"])
 def test_a_chat_has_the_tokens_and_the_mask_of_transformers(
     messages: list[dict[str, Any]], template: str, has_marks: bool, tokenizer_folder: Path, tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4},
     "gpt_oss": {"sliding_window": 4},
     "deepseek_v3": LATENT,
+    "deepseek_v2": LATENT,
+    "glm4_moe": {},
+    "qwen2_moe": {},
+    "minimax_m2": {},
+    "hunyuan_v1_moe": {},
+    "ernie4_5_moe": {},
+    "granitemoe": {},
+    "flex_olmo": {"num_key_value_heads": 4},
+}
+WITHOUT_BALANCE_LOSS = {"deepseek_v2", "deepseek_v3", "glm4_moe", "hunyuan_v1_moe"}
+KEPT = {  # what of a family computes otherwise than moefold's op, and stays
+    "gpt_oss": {"rope"},
+    "deepseek_v2": {"rope"},
+    "glm4_moe": {"rope"},
+    "minimax_m2": {"rope"},
+    "ernie4_5_moe": {"rope"},
+    "granitemoe": {"head"},
+    "flex_olmo": {"norms", "rope"},
 }
 REPLACED = {"norms": True, "rope": True, "head": True}
 
@@ -101,7 +120,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_eager(family: str):
     model = make_model(family)
-    further = {"output_router_logits": True} if family != "deepseek_v3" else {}
+    further = {} if family in WITHOUT_BALANCE_LOSS else {"output_router_logits": True}
     batches = (batch(), batch(padded=True), batch() | {"num_items_in_batch": 7} | further)
     expected = [loss_and_gradients(model, **inputs) for inputs in batches]
     moefold.transformers.enable()
@@ -111,8 +130,24 @@ def test_loss_and_gradients_are_those_of_eager(family: str):
     moefold.transformers.enable(**REPLACED)
     for inputs, eager in zip(batches, expected, strict=True):
         assert_equal(loss_and_gradients(model, **inputs), eager)
-    assert model(**batch()).logits is None, "the fused head holds no logits"
+    kept = KEPT.get(family, set())
+    assert replaced_parts(model) == set(REPLACED) - kept
+    holds_logits = model(**batch()).logits is not None
+    assert holds_logits == ("head" in kept), "the fused head holds no logits"
     assert model.eval()(**batch()).logits.shape == (2, 12, 96)
+
+
+def replaced_parts(model: Any) -> set[str]:
+    """What of the modeling file of a model is moefold's."""
+    family = sys.modules[type(model).__module__]
+    norms = [value.forward for name, value in vars(family).items() if name.endswith("RMSNorm")]
+    ropes = [value for name, value in vars(family).items() if name == "apply_rotary_pos_emb"]
+    parts = {"head": [type(model).forward], "rope": ropes, "norms": norms}
+    return {name for name, functions in parts.items() if any(map(is_moefolds, functions))}
+
+
+def is_moefolds(function: Any) -> bool:
+    return function.__code__.co_filename.startswith(str(Path(moefold.transformers.__file__).parent))
 
 
 def test_what_is_replaced_is_taken_back():

@@ -97,10 +97,25 @@ def test_peft_gives_our_logits(case: str, tmp_path: Path):
     loaded = {name: p for name, p in wrapped.named_parameters() if ".lora_" in name}
     written = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert sorted(p.numel() for p in loaded.values()) == sorted(x.numel() for x in written.values())
+    weights = {name: p.detach().clone() for name, p in theirs.named_parameters() if ".lora_" not in name}
     with torch.no_grad():
         close(wrapped(ids).logits, expected)
         assert float((expected - base).abs().max()) > 1e-2 * float(expected.abs().max())
+        wrapped.merge_adapter()
+        assert changed(theirs, weights), "merged weights are others"
+        close(wrapped(ids).logits, expected)
+        wrapped.unmerge_adapter()
+        assert not changed(theirs, weights), "unmerged weights are those before, to rounding"
+        with wrapped.disable_adapter():
+            close(wrapped(ids).logits, base)
+        close(wrapped(ids).logits, expected)
         close(wrapped.merge_and_unload()(ids).logits, expected)
+
+
+def changed(model: torch.nn.Module, weights: Tensors) -> list[str]:
+    """The names of those that are others now, by more than sums and differences round."""
+    now = dict(model.named_parameters())
+    return [name for name, before in weights.items() if not torch.allclose(now[name], before, rtol=1e-6, atol=1e-6)]
 
 
 @pytest.mark.parametrize("case", ["qwen2", "deepseek v3", "gpt-oss"])
@@ -195,7 +210,9 @@ def test_adapters_of_four_ranks_begin_as_given_and_load_in_peft(tmp_path: Path, 
     for began in ranks:
         assert began.keys() == given.keys()
         assert all(torch.equal(began[name], given[name]) for name in given)
-    assert run_command_line(["convert", run, str(tmp_path / "merged")]) == 0
+    assert run_command_line(["convert", run, str(tmp_path / "merged"), "--merge"]) == 0
+    assert run_command_line(["convert", run, str(tmp_path / "peft"), "--merge", "--to", "peft"]) == 2
+    assert "--to peft adapters alone" in capsys.readouterr().err
     assert run_command_line(["convert", run, str(tmp_path / "peft"), "--to", "peft"]) == 0
     assert "adapters for qwen3_moe" in capsys.readouterr().out
     merged = hf().AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
