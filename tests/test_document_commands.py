@@ -12,11 +12,13 @@ from tests.support.doc_commands import PAGES, ROOT, DocCommand
 from tests.support.document_commands import (
     NOT_RUN,
     ON_A_GPU,
+    WHOLE_ON_A_GPU,
     added_words,
+    commands_of_a_gpu,
     commands_run_here,
+    is_slow,
     page_commands,
     run_document_command,
-    takes_many_ranks,
 )
 
 pytestmark = pytest.mark.timeout(1800)  # a page has many commands
@@ -54,25 +56,31 @@ def test_the_commands_of_a_page_run(page: Path, folder: Path):
 
 
 def test_the_commands_of_the_readme_run(folder: Path):
-    run_commands([each for each in commands_run_here(README) if not takes_many_ranks(each)], folder)
+    run_commands([each for each in commands_run_here(README) if not is_slow(each)], folder)
 
 
 @pytest.mark.extended
-def test_the_commands_of_the_readme_with_many_ranks_run(folder: Path):
-    run_commands([each for each in commands_run_here(README) if takes_many_ranks(each)], folder)
+def test_the_slow_commands_of_the_readme_run(folder: Path):
+    run_commands([each for each in commands_run_here(README) if is_slow(each)], folder)
 
 
 # ---- the lists
 
 
-@pytest.mark.parametrize("start", [*ON_A_GPU, *NOT_RUN])
-def test_what_is_not_run_is_a_command_of_some_page(start: str):
+@pytest.mark.parametrize("start", [*ON_A_GPU, *WHOLE_ON_A_GPU, *NOT_RUN])
+def test_what_is_listed_is_a_command_of_some_page(start: str):
     assert any(command.text.startswith(start) for page in PAGES for command in page_commands(page))
 
 
 @pytest.mark.parametrize("reason", NOT_RUN.values())
 def test_what_nothing_here_runs_names_the_test_that_shows_it(reason: str):
     assert (ROOT / reason.rpartition("; ")[2]).is_file()
+
+
+def test_a_gpu_runs_each_listed_command_once_as_it_is_written():
+    texts = commands_of_a_gpu([])
+    assert len(set(texts)) == len(texts) > 10
+    assert commands_of_a_gpu(["--part", "offload"]) == ["moefold bench memory --part offload"]
 
 
 # ---- planted faults are found
