@@ -1,8 +1,8 @@
 """The commands that README.md and docs/ show: found in the text, parsed without running, and run with their output
 compared.
 
-A block is a fenced piece of text without a language. A line of it that begins with `$ `, `moefold ` or `torchrun ` is a
-command; after `$ ` the lines up to the next command are what it prints.
+A block is a fenced piece of text without a language. A line of it that begins with `$ `, `echo `, `moefold ` or
+`torchrun ` is a command; after `$ ` the lines up to the next command are what it prints.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moefold.presets.zoo import PRESETS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND = re.compile(r"\$ |moefold |torchrun ")
+COMMAND = re.compile(r"\$ |echo |moefold |torchrun ")
 ASSIGNMENT = re.compile(r'(\w+)="(.*)"$')
 REFUSAL = "moefold: "
 
