@@ -39,3 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_of_bench(item.path):
             item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture(scope="session")
+def document_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands and Python blocks of the documents are run on; tests copy it before they change it."""
+    from tests.support.document_folder import document_folder_at
+
+    return document_folder_at(tmp_path_factory.getbasetemp() / "documents")

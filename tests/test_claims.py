@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from moefold.config.errors import UserError
 from tests.support.doc_commands import (
@@ -20,15 +18,11 @@ from tests.support.doc_commands import (
     check_name,
     check_output,
     inline_commands,
-    moefold_calls,
     read_blocks,
     read_commands,
-    run_in_shell,
 )
 
 ABSENT = ("not yet", "not measured", "never run")
-QUICK = {"explain", "simulate", "plan"}
-SLOW = ("--search", "doctor parity")  # more than a few seconds: run by `make test-all`
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 
 
@@ -100,41 +94,6 @@ def test_a_command_in_a_block_parses(command: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", sorted({name for page in PAGES for name in inline_commands(page)}))
 def test_a_command_named_in_prose_exists_with_its_options(name: str):
     check_name(name)
-
-
-def is_run_here(command: DocCommand) -> bool:
-    """Refusals, commands without torch, and slow ones that need nothing but this machine."""
-    words = [word for argv, _ in moefold_calls(command.text) for word in argv]
-    if any(word.endswith(".yaml") and not (ROOT / word).exists() for word in words):
-        return False  # a file that the page only imagines
-    return command.is_refused or words[0] in QUICK or is_slow(command)
-
-
-def is_slow(command: DocCommand) -> bool:
-    return any(sign in command.text for sign in SLOW)
-
-
-def runnable_blocks() -> list[object]:
-    cases: list[object] = []
-    for block in BLOCKS:
-        commands = list(filter(is_run_here, block.commands))
-        marks = [pytest.mark.extended] if any(map(is_slow, commands)) else []
-        if commands:
-            cases.append(pytest.param(commands, id=f"{block.page}:{block.line}", marks=marks))
-    return cases
-
-
-@pytest.mark.parametrize("commands", runnable_blocks())
-def test_the_commands_of_a_block_run_and_print_what_the_page_says(commands: list[DocCommand], tmp_path: Path):
-    if torch.cuda.is_available() and any("explain" in command.text for command in commands):
-        pytest.skip("README shows the kernels of a CPU")
-    drawings = tmp_path / "docs" / "schedules"
-    drawings.mkdir(parents=True)
-    shutil.copy(ROOT / "docs" / "schedules" / "comm.yaml", drawings)
-    for command in commands:
-        run_in_shell(command, tmp_path)
-    for drawn in drawings.glob("*.svg"):
-        assert drawn.read_text() == (ROOT / "docs" / "schedules" / drawn.name).read_text(), f"{drawn.name} is old"
 
 
 # ---- planted faults are found

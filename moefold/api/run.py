@@ -9,6 +9,7 @@ from pathlib import Path
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
 from moefold.data.loader import Batch
+from moefold.layout.axes import World
 from moefold.layout.process_groups import joined_world
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import Run, assemble_run
@@ -29,6 +30,10 @@ class TrainingRun:
     @property
     def model(self) -> Transformer:
         return self.run.model
+
+    @property
+    def world(self) -> World:
+        return self.run.world
 
     def __iter__(self) -> Iterator[Batch]:
         while self.run.step < self.config.train.steps:

@@ -1,8 +1,8 @@
 """The commands that README.md and docs/ show: found in the text, parsed without running, and run with their output
 compared.
 
-A block is a fenced piece of text without a language. A line of it that begins with `$ `, `moefold ` or `torchrun ` is a
-command; after `$ ` the lines up to the next command are what it prints.
+A block is a fenced piece of text without a language. A line of it that begins with `$ `, `echo `, `moefold ` or
+`torchrun ` is a command; after `$ ` the lines up to the next command are what it prints.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moefold.presets.zoo import PRESETS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND = re.compile(r"\$ |moefold |torchrun ")
+COMMAND = re.compile(r"\$ |echo |moefold |torchrun ")
 ASSIGNMENT = re.compile(r'(\w+)="(.*)"$')
 REFUSAL = "moefold: "
 
@@ -107,12 +107,16 @@ class Parsed(Exception):
         self.overrides = overrides
 
 
+def split_command(text: str) -> list[str]:
+    """The calls of a command line. Two spaces end it; its meaning follows."""
+    return re.split(r"\s{2,}", text)[0].split(" && ")
+
+
 def moefold_calls(text: str) -> Iterator[tuple[list[str], int]]:
     """Arguments of each call of moefold in a command line, and the ranks that torchrun gives it."""
-    usage = re.split(r"\s{2,}", text)[0]  # two spaces end a command; its meaning follows
-    plain = usage.replace("[", "").replace("]", "").replace(" ...", "")
-    for call in plain.split(" && "):
-        words = shlex.split(call, comments=True)
+    for call in split_command(text):
+        plain = call.replace("[", "").replace("]", "").replace(" ...", "")
+        words = shlex.split(plain, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             del words[0]
         if words[:1] == ["moefold"]:

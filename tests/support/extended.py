@@ -21,6 +21,9 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
         "test_every_way_of_handling_tokens_agrees_with_on_one_rank": 5,  # 100 s
         "test_attention_within_documents_agrees_with_one_rank": 2,  # 30 s
     },
+    "tests/test_document_commands.py": {
+        "test_the_commands_of_a_page_run": 1,  # marked where it stands
+    },
     "tests/test_pipelines_agree.py": {
         "test_every_schedule_and_vpp_has_the_bits_of_one_rank_and_the_simulated_order": 2,  # 40 s
     },
