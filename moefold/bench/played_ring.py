@@ -158,12 +158,12 @@ def played_ring_rows(device: str) -> list[Row]:
     return rows
 
 
-def random_heads(shape: AttentionShape, facts: Facts) -> Heads:
+def random_heads(shape: AttentionShape, facts: Facts, sequences: int = 1) -> Heads:
     generator = torch.Generator(facts.device)
     generator.manual_seed(0)
 
     def drawn(heads: int, width: int) -> Tensor:
-        x = torch.randn((1, shape.length, heads, width), device=facts.device, generator=generator)
+        x = torch.randn((sequences, shape.length, heads, width), device=facts.device, generator=generator)
         return x.to(DTYPES[facts.dtype])
 
     q = drawn(shape.heads, shape.head_dim)
