@@ -22,8 +22,8 @@ MASKS = {"causal": BlockMask(0), "documents": BlockMask(0, 0, BEGINS), "window":
 def test_a_played_ring_has_the_gradients_of_attention_over_the_whole_sequence(name: str, ranks: int):
     mask, heads = MASKS[name], random_heads(SHAPE, FACTS)
     ring = PlayedRing(heads, mask, ranks, BoundKernels(FACTS))
-    inputs = [x.clone().requires_grad_() for x in heads[:3]]
-    y = attention(*inputs, window=mask.window, begins_BS=mask.begins_BS)
+    q, k, v = inputs = [x.clone().requires_grad_() for x in heads[:3]]
+    y = attention(q, k, v, window=mask.window, begins_BS=mask.begins_BS)
     expected = torch.autograd.grad(y, inputs, heads.dy)
     for positions, found in zip(ring.positions(), ring.play(), strict=True):
         torch.testing.assert_close(found, tuple(x[:, positions] for x in expected), rtol=1e-10, atol=1e-12)
