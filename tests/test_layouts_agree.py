@@ -120,9 +120,9 @@ TOKEN_HANDLING: list[dict[str, object]] = [
 TRAVELS = [
     ParallelConfig(ep=8, dispatcher="all_to_all"),
     ParallelConfig(ep=4, etp=2, tp=2, dispatcher="dedup"),
-    ParallelConfig(ep=8, cp=2, dispatcher="all_gather"),
-    ParallelConfig(ep=8, tp=2, cp=2, dispatcher="hierarchical"),
-    ParallelConfig(tp=2, cp=2),
+    ParallelConfig(ep=8, cp=2, context="ring", dispatcher="all_gather"),
+    ParallelConfig(ep=8, tp=2, cp=2, context="ring", dispatcher="hierarchical"),
+    ParallelConfig(tp=2, cp=2, context="ring"),
 ]
 
 

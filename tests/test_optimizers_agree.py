@@ -42,9 +42,9 @@ PLAIN = PipelineConfig()
 CASES = [
     (ParallelConfig(), PLAIN, MUON),
     (ParallelConfig(ep=4, dispatcher="dedup"), PLAIN, BY_HEAD),
-    (ParallelConfig(tp=2, cp=2, ep=2, etp=2), PLAIN, MUON),
+    (ParallelConfig(tp=2, cp=2, context="ring", ep=2, etp=2), PLAIN, MUON),
     (ParallelConfig(tp=2, etp=4), PLAIN, BY_HEAD),
-    (ParallelConfig(tp=2, cp=2), PLAIN, ADAMW),
+    (ParallelConfig(tp=2, cp=2, context="ring"), PLAIN, ADAMW),
     (ParallelConfig(ep=4), PLAIN, IN_BACKWARD),
     (ParallelConfig(tp=2, ep=2), PLAIN, ON_HOST),
     (ParallelConfig(pp=2, tp=2, etp=2), PLAIN, MUON),

@@ -1,5 +1,5 @@
 """`moefold bench attention`: every attention kernel at the shapes of known models and at long sequences, which of them
-repeat to the bit, and blocks of ring attention.
+repeat to the bit, blocks of ring attention, and whole rings played by one process.
 
 `kernels/attention/timings.py` ships the printed times.
 """
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from moefold.bench.machine import cuda_capability, machine_facts, resolve_device
 from moefold.bench.options import AttentionOptions
+from moefold.bench.played_ring import played_ring_rows, played_ring_table
 from moefold.bench.report import Report, Row, report_table, show_report
 from moefold.bench.ring_blocks import ring_block_rows, ring_block_table
 from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_candidates, random_inputs
@@ -34,7 +35,7 @@ def run_benchmark(options: AttentionOptions) -> int:
 
 
 def attention_report(device: str) -> Report:
-    """The times of every shape; none on a CPU, which has no attention kernels to choose from."""
+    """The times of every shape; on a CPU, which has no attention kernels to choose from, of small rings alone."""
     results: list[Row] = []
     blocks: list[Row] = []
     if device == "cuda":
@@ -42,7 +43,8 @@ def attention_report(device: str) -> Report:
             row = measured_shape(name, facts)
             results.append(row)
         blocks = ring_block_rows(device)
-    return machine_facts(device) | {"results": results, "ring_blocks": blocks}
+    rings = played_ring_rows(device)
+    return machine_facts(device) | {"results": results, "ring_blocks": blocks, "played_rings": rings}
 
 
 def attention_cases(device: str) -> dict[str, Facts]:
@@ -117,3 +119,4 @@ def print_attention_report(report: Report) -> None:
     blocks = report["ring_blocks"]
     if blocks:
         console.print(ring_block_table(blocks))
+    console.print(played_ring_table(report["played_rings"]))

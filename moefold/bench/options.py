@@ -88,6 +88,19 @@ class StepOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class PackingOptions(DeviceOptions):
+    """Time whole training steps on packed documents, beside whole sequences and padded rows."""
+
+    model: str = "olmoe-1b-7b"
+    """A model of `moefold bench step`."""
+    steps: int = 10
+    """Timed steps."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
 class LoraOptions(DeviceOptions):
     """Time training steps of adapters beside a frozen base, within a limit of device memory."""
 

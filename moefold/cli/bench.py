@@ -27,6 +27,7 @@ SUBJECTS = {
     "step": BenchSubject(bench_options.StepOptions, "whole training steps of known models"),
     "lora": BenchSubject(bench_options.LoraOptions, "adapters beside a frozen base", takes_config_keys=True),
     "transformers": BenchSubject(bench_options.TransformersOptions, "transformers' steps with moefold inside"),
+    "packing": BenchSubject(bench_options.PackingOptions, "steps on packed documents, whole sequences, padded rows"),
     "turns": BenchSubject(bench_options.TurnsOptions, "steps on a CPU beside transformers', in turns"),
     "generate": BenchSubject(
         bench_options.GenerateBenchOptions, "steps of generation, beside the bytes they must read"

@@ -60,6 +60,7 @@ from moefold.plan.memory.rank_stages import stages_by_rank
 from moefold.plan.memory.region_savings import offloaded_layers, recomputed_layers, saved_by_regions, sent_again
 from moefold.plan.memory.resident import resident_state
 from moefold.plan.memory.run_setting import GIB, build_run_setting
+from moefold.plan.time.run_context import choose_context
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
@@ -150,6 +151,8 @@ def explain_config(config: Config, ranks: int) -> Description:
     """Everything that the command shows, as plain data."""
     model = config.model
     facts = expected_facts(config)
+    config, why = choose_context(config, ranks, facts.device, min(ranks, NODE_SIZE))
+    facts = expected_facts(config)
     dense_grid, expert_grid = fold_into_grids(ranks, config.parallel)
     grids = {"dense": dense_grid.sizes, "expert": expert_grid.sizes}
     layers = distinct_layers(model)
@@ -165,6 +168,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "packing": describe_packing(config),
         "cuts": foretold_cuts(config),
         "context": describe_context(config, ranks),
+        "mechanism": {"name": config.parallel.context, "why": why} if why else None,
         "objective": describe_objective(config),
         "facts": asdict(facts),
         "grids": grids,
@@ -631,6 +635,9 @@ def print_explanation(explanation: Description) -> None:
         console.print(escape(f"dynamic context: {explanation['context']}"))
     if explanation["objective"]:
         console.print(escape(f"objective: {explanation['objective']}"))
+    mechanism = explanation["mechanism"]
+    if mechanism:
+        console.print(f"context (on nodes of at most {NODE_SIZE} ranks): {mechanism['name']} ({mechanism['why']})")
     for name, sizes in explanation["grids"].items():
         axes = [f"{axis} {size}" for axis, size in sizes.items()]
         console.print(f"{name} grid: {' x '.join(axes)}")

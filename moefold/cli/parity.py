@@ -18,6 +18,7 @@ import tyro
 
 from moefold.config.run import Config
 from moefold.layout.spawn import run_local_ranks
+from moefold.plan.time.run_context import with_expected_context
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
@@ -56,7 +57,8 @@ def run_command(argv: Sequence[str]) -> int:
 
     from moefold.train.parity import ROUTINGS, played_node_size, shrink_config  # torch, from here on
 
-    small = shrink_config(config, ranks)
+    chosen = with_expected_context(config, ranks, ranks)
+    small = shrink_config(chosen, ranks)
     if options.trace:  # this process is one of the ranks
         write_rank_traces(small, options, options.trace)
         return 0

@@ -22,6 +22,7 @@ from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.spawn import RanksEnd, StartRank, launch_local_ranks, way_to_start
 from moefold.plan.memory.fit_proposals import misfit_problems
+from moefold.plan.time.run_context import with_expected_context
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe, unsaid_settings
@@ -78,7 +79,8 @@ def run_command(argv: Sequence[str]) -> int:
     config = resolve_recipe(options.recipe, overrides, rendezvous.size, change)
     problems = unsaid_settings(options.recipe, overrides)
     if not options.force:
-        problems += misfit_problems(config, rendezvous)
+        planned = with_expected_context(config, rendezvous.size, rendezvous.local_size)
+        problems += misfit_problems(planned, rendezvous)
     if problems:
         raise UserError(*problems)
     out = options.out or default_run_folder(config)

@@ -372,8 +372,10 @@ class ParallelConfig:
     pp: int = key(1, "pipeline-parallel ranks: layers are sharded over them", at_least=1)
     ep: int = key(1, "expert-parallel ranks: experts are distributed over them", at_least=1)
     etp: int = key(1, "expert-tensor-parallel ranks: each expert is sharded over them", at_least=1)
-    context: Literal["all_gather", "all_to_all", "ring", "hierarchical"] = key(
-        "ring", "context parallelism: mechanism that gives queries the keys and values of other cp ranks"
+    context: Literal["auto", "all_gather", "all_to_all", "ring", "hierarchical"] = key(
+        "auto",
+        "context parallelism: mechanism that gives queries the keys and values of other cp ranks; auto: that of least "
+        "predicted time",
     )
     context_sizes: Literal["fixed", "dynamic"] = key(
         "fixed",

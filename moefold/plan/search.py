@@ -314,7 +314,8 @@ class LayoutSearch:
     def with_chosen_context(self, config: Config) -> Config:
         """The configuration with the mechanism of context parallelism of least predicted time, unless one was set."""
         p = config.parallel
-        if p.cp == 1 or "parallel.context" in self.fixed:
+        is_set = p.context != "auto" and "parallel.context" in self.fixed
+        if p.cp == 1 or is_set:
             return config
         key = (p.tp, p.cp, config.train.micro_batch)
         if key not in self.context_cache:

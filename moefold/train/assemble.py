@@ -62,6 +62,7 @@ from moefold.optim.spike_judge import SpikeJudge
 from moefold.optim.step_scalars import StepScalars
 from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
+from moefold.plan.time.run_context import choose_context
 from moefold.precision.base_blocks import hold_base
 from moefold.precision.fp8_scatter_sum import attach_fp8_sums
 from moefold.precision.low_rank import attach_adapters, start_magnitudes, without_adapters
@@ -106,6 +107,7 @@ class Run:
     operand_statistics: OperandStatistics
     further_state: dict[str, StateProvider]  # saved in checkpoints too
     skipped_text: tuple[str, ...]  # what data.skip_bad left out
+    context_reason: str  # empty where no ranks share a sequence
     dispatcher_reason: str
     pace: StepScalars  # the learning rate as a share of its peak
     graph: StepGraph[Any] | None = None  # of the step; None: every step is launched anew
@@ -140,6 +142,7 @@ def assemble_run(
     config = resolve_tokenizer(config, corpus)
     config = check_config(config, world.size)
     require_agreement(comparable_settings(config) | code_versions(), world)
+    config, context_reason = resolve_context(config, world)
     config, dispatcher_reason = resolve_dispatcher(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
@@ -193,6 +196,7 @@ def assemble_run(
         operand_statistics=OperandStatistics(model, world, config.observe.fp8_every, inside_recompute),
         further_state=further_state,
         skipped_text=text.skipped,
+        context_reason=context_reason,
         dispatcher_reason=dispatcher_reason,
         pace=StepScalars([[1.0]], world.device),
         graph=make_step_graph(config, world),
@@ -251,6 +255,16 @@ def resolve_auto_values(config: Config, world: World) -> Config:
     precision = training_precision(device, config)
     train = replace(config.train, device=device, precision=precision)
     return replace(config, train=train)
+
+
+def resolve_context(config: Config, world: World) -> tuple[Config, str]:
+    """The configuration with the mechanism of context parallelism of the run in place of `auto`, and the reason: rank
+    0's, since nodes may have different cards."""
+    choice = choose_context(config, world.size, world.device.type, world.node_size)
+    first = broadcast_object((choice.config.parallel.context, choice.why), world.everyone)
+    context, reason = first
+    parallel = replace(config.parallel, context=context)
+    return replace(config, parallel=parallel), reason
 
 
 def resolve_dispatcher(config: Config, world: World) -> tuple[Config, str]:

@@ -72,7 +72,11 @@ from moefold.watch.position import enter_step, slow_phase, training_phase
 from moefold.watch.stop_requests import StopRequest, StopRequests, signals_as_requests
 from moefold.watch.surroundings import FolderCheck
 
-MEASURED_SETTINGS: dict[str, Any] = {"dispatcher": "auto", "context_sending": ()}  # with what leaves them open
+MEASURED_SETTINGS: dict[str, Any] = {  # with what leaves them open
+    "context": "auto",
+    "dispatcher": "auto",
+    "context_sending": (),
+}
 SHORTEST_WAIT = 1e-4  # seconds that are recorded
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
@@ -153,10 +157,11 @@ def weights_of_start(start: RunStart, config: Config, world: World, out: Path, s
 
 def keep_measured(config: Config, world: World, out: Path, say: Printer) -> Config:
     """The configuration with what the run in this folder chose or measured on the same layout, where it is not set:
-    another measurement could choose another dispatcher or other groups, which add in another order. On other ranks,
-    whose groups have other sizes, what groups send is measured anew."""
+    another measurement could choose another mechanism, dispatcher or other groups, which add in another order. On
+    other ranks, whose groups have other sizes, or by another mechanism what groups send is measured anew."""
     parallel = config.parallel
     saved = run_on_rank_zero(partial(saved_parallel_settings, out), world, out)
+    has_other_context = parallel.context not in ("auto", saved.get("context"))
     kept: dict[str, Any] = {}
     for name, unset in MEASURED_SETTINGS.items():
         value = saved.pop(name, unset)
@@ -165,8 +170,9 @@ def keep_measured(config: Config, world: World, out: Path, say: Printer) -> Conf
         if getattr(parallel, name) == unset and value != unset:
             kept[name] = value
     groups = context_shape(config, world.dp_cp.size).sizes[1:]
-    if len(kept.get("context_sending", groups)) != len(groups):
-        del kept["context_sending"]
+    has_other_groups = len(kept.get("context_sending", groups)) != len(groups)
+    if has_other_groups or has_other_context:
+        kept.pop("context_sending", None)
     layout = asdict(parallel)
     if any(layout.get(key) != value for key, value in saved.items()):
         return config
@@ -252,6 +258,8 @@ def introduction_lines(run: Run) -> list[str]:
         where += f" over {dist.get_backend()}"
     lines = [f"{config.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
     lines += source_lines(run)
+    if run.context_reason:
+        lines.append(f"context: {config.parallel.context} ({run.context_reason})")
     if config.parallel.ep * config.parallel.etp > 1:
         lines.append(f"dispatcher: {config.parallel.dispatcher} ({run.dispatcher_reason})")
     if config.memory.tape:

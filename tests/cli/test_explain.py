@@ -57,6 +57,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "packing",
         "cuts",
         "context",
+        "mechanism",
         "objective",
         "facts",
         "grids",
@@ -255,7 +256,7 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     clipped = ["--optim.rule", "muon", "--optim.qk_clip", "100", "--model.attention.qk_norm", "none"]
     assert set(explained("tiny", *clipped)["kernels"]) == (USED | MUON) - {"norm_rope", "rmsnorm"}
     assert set(explained("tiny", "--optim.second_moment", "int8")["kernels"]) == USED | {"decode_moment"}
-    rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
+    rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "ring")
     assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")
     assert set(swaps["kernels"]) == USED

@@ -31,6 +31,7 @@ SIZES = [
     *("--data.seq_len", "16", "--train.global_batch", "2", "--train.micro_batch", "1", "--data.tokenizer", "byte"),
     *("--train.device", "cpu", "--train.precision", "fp32", "--observe.tensorboard", "false"),
 ]
+IN_A_RING = ["--parallel.cp", "2", "--parallel.context", "ring"]
 LATENT_ATTENTION = [
     *("--model.attention.kind", "mla", "--model.attention.kv_heads", "2", "--model.attention.rope_dim", "16"),
     *("--model.attention.head_dim", "32"),
@@ -187,9 +188,12 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and the layout
     "latent attention over tp": (4, ["--parallel.tp", "2", "--parallel.ep", "4", *LATENT_ATTENTION]),
     "everything on eight ranks": (
         8,
-        ["--parallel.tp", "2", "--parallel.cp", "2", "--parallel.ep", "2", "--parallel.etp", "2", "--parallel.pp", "2"],
+        ["--parallel.tp", "2", *IN_A_RING, "--parallel.ep", "2", "--parallel.etp", "2", "--parallel.pp", "2"],
     ),
-    "context in a ring on eight ranks": (8, ["--parallel.cp", "4", "--parallel.ep", "8", "--model.moe.experts", "8"]),
+    "context in a ring on eight ranks": (
+        8,
+        [*IN_A_RING, "--parallel.cp", "4", "--parallel.ep", "8", "--model.moe.experts", "8"],
+    ),
     "dualpipe on eight ranks": (
         8,
         [
@@ -206,7 +210,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and the layout
     ),
     "hierarchy of cp, paired": (
         8,
-        ["--parallel.pp", "2", "--parallel.cp", "2", "--parallel.ep", "4", "--pipeline.pair", "true"],
+        ["--parallel.pp", "2", *IN_A_RING, "--parallel.ep", "4", "--pipeline.pair", "true"],
     ),
 }
 STASHES = ["100", "4"]  # the second overflows, in one stage before the other

@@ -347,7 +347,7 @@ class Way:
             data=DataConfig(seq_len=16),
             train=TrainConfig(global_batch=8, micro_batch=self.micro_batch, precision="fp64", device="cpu"),
             optim=OptimConfig(warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9),
-            parallel=ParallelConfig(tp=self.tp, cp=self.cp, ep=self.ep),
+            parallel=ParallelConfig(tp=self.tp, cp=self.cp, ep=self.ep, context="ring"),
         )
 
 

@@ -141,7 +141,7 @@ LAYOUTS = [
     (ParallelConfig(tp=2, ep=2), "one key head for each"),
     (ParallelConfig(pp=2, tp=2, etp=2), "latent"),
     (ParallelConfig(tp=2, ep=4), "shared key heads"),
-    (ParallelConfig(cp=4), "latent"),
+    (ParallelConfig(cp=4, context="ring"), "latent"),
     (ParallelConfig(tp=2, ep=2), "latent keys alone"),
     (ParallelConfig(tp=2, cp=2, context="all_to_all"), "one key head for each"),
     (ParallelConfig(pp=2, cp=2, context="all_gather"), "shared key heads"),

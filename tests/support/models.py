@@ -35,10 +35,15 @@ def choices(
     parallel = replace(parallel or ParallelConfig(), **degrees)
     data, train = DataConfig(seq_len=seq_len), TrainConfig(precision="fp32")
     config = Config(model=model, data=data, train=train, parallel=parallel)
-    context = choose_context_mechanism(parallel.context, kernels, world)
+    context = choose_context_mechanism(mechanism_of(parallel), kernels, world)
     contexts = {world.cp.size: context}
     dispatcher = build_dispatcher(config, kernels, world)
     return ModelParts(world, kernels, dispatcher, contexts, seq_len, parallel.row_chunks)
+
+
+def mechanism_of(parallel: ParallelConfig) -> str:
+    """The mechanism of context parallelism; a ring where none is set."""
+    return "ring" if parallel.context == "auto" else parallel.context
 
 
 def transformer(

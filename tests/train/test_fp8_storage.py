@@ -159,7 +159,9 @@ def test_expert_parallel_ranks_equal_one_rank_with_copies_to_the_bit():
     assert differing(on_one(config, 1, micro_batch=4), ranks, is_of_experts) == []
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig(etp=2, ep=2), ParallelConfig(cp=2)])
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(tp=2), ParallelConfig(etp=2, ep=2), ParallelConfig(cp=2, context="ring")]
+)
 def test_every_layout_has_the_losses_of_the_same_layout_with_copies(parallel: ParallelConfig):
     config = replace(BASE, parallel=parallel, train=replace(BASE.train, global_batch=4))
     kept, stored = on_ranks(config), on_ranks(storing(config))

@@ -151,7 +151,7 @@ LAYOUTS: dict[str, tuple[str, LoraConfig, Changes]] = {
     "tp, cp, etp": (
         "qwen3-30b-a3b",
         replace(DROPS, targets=ROUTED),
-        {"parallel": ParallelConfig(tp=2, cp=2, etp=2, ep=2)},
+        {"parallel": ParallelConfig(tp=2, cp=2, context="ring", etp=2, ep=2)},
     ),
     "stages": ("tiny", DROPS, {"parallel": ParallelConfig(pp=2, ep=2)}),
     "full sharding": (

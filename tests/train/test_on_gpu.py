@@ -38,7 +38,7 @@ def test_one_layer_of_mixtral_8x7b_trains_in_bf16(tmp_path: Path):
 
 LAYOUTS = {
     "data": "",
-    "context": "--parallel.cp 2",
+    "context": "--parallel.cp 2 --parallel.context ring",
     "experts, paired": "--parallel.ep 2 --pipeline.pair true",
     "experts, symmetric": "--parallel.ep 2 --parallel.dispatcher symmetric",
     "pipeline": "--parallel.pp 2",

@@ -185,7 +185,7 @@ def traces(world: World, configs: Sequence[Config]) -> list[Trace]:
 @pytest.mark.extended
 def test_layouts_of_four_ranks_are_equal_to_one():
     configs = [
-        config_of(4, LoraConfig(), aux=0.01, tp=2, cp=2),
+        config_of(4, LoraConfig(), aux=0.01, tp=2, cp=2, context="ring"),
         config_of(4, LORA, aux=0.01, pp=2, ep=2),
         config_of(4, LORA, cp=2, ep=4, context="all_to_all"),
         config_of(4, LoraConfig(), pp=2, tp=2, etp=2),

@@ -1,9 +1,19 @@
 """Runs on prepared data: the same numbers on any number of ranks and after a resume, epochs told, mixtures kept."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moefold.config.run import Config, DataConfig
+from moefold.data.corpus import Corpus
+from moefold.layout.axes import single_rank_world
+from moefold.presets.zoo import PRESETS
+from moefold.train.assemble import assemble_run
+from tests.support.generated_tokens import write_generated
+from tests.support.machine_speed import slowness
 from tests.support.prepared import prepared, small_sizes, varied_texts, write_jsonl
 from tests.support.runs import SMALL, command, metrics, numbers
 
@@ -71,3 +81,23 @@ def test_a_packed_run_goes_on_with_the_same_documents_on_two_ranks(folders: str,
         expected = [line[name] for line in whole if name in line]
         assert [line[name] for line in parts if name in line] == pytest.approx(expected, rel=1e-4)
         assert len(expected) == 5
+
+
+def seconds_to_first_batch(config: Config, corpus: Corpus | None = None) -> float:
+    begun = time.perf_counter()
+    assemble_run(config, single_rank_world(), Path("."), corpus).loader.next_batch()
+    return time.perf_counter() - begun
+
+
+@pytest.mark.alone
+def test_opening_prepared_data_and_the_first_batch_take_two_seconds_beyond_a_start_at_most(tmp_path: Path):
+    """Of 100 MB of tokens. A start has its text in memory already."""
+    write_generated(tmp_path, 100_000_000)
+    data = DataConfig(source="prepared", files=(str(tmp_path),), seq_len=256, tokenizer="byte")
+    config = replace(PRESETS["tiny"](), data=data)
+    text = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
+    in_memory = replace(config, data=replace(data, source="stdlib", files=()))
+    corpus = Corpus(text, text)
+    seconds_to_first_batch(in_memory, corpus)  # first of all kernels are chosen, and modules imported
+    start = seconds_to_first_batch(in_memory, corpus)
+    assert seconds_to_first_batch(config) - start < 2 * slowness()

@@ -114,7 +114,7 @@ def test_shares_of_blocks_go_on_from_whole_ones_and_back(tmp_path: Path):
     start = replace(START, model=model, lora=replace(LORA, base="nf4"), train=replace(START.train, precision="fp64"))
     layouts = [
         replace(start, shard=SHARDED, parallel=ParallelConfig(ep=2)),
-        replace(start, parallel=ParallelConfig(cp=2)),
+        replace(start, parallel=ParallelConfig(cp=2, context="ring")),
         start,
         replace(start, shard=ShardConfig("zero3", 2)),
     ]

@@ -157,7 +157,7 @@ def test_muon_groups_and_frozen_parameters_are_taken_up_by_another_layout(tmp_pa
     parallels = (
         ParallelConfig(tp=2, ep=4),
         ParallelConfig(etp=2, pp=2),
-        ParallelConfig(cp=2, ep=2, etp=2),
+        ParallelConfig(cp=2, context="ring", ep=2, etp=2),
         ParallelConfig(),
     )
     layouts = [replace(start, parallel=each) for each in parallels]
@@ -171,7 +171,7 @@ SHARDINGS = [
     (ShardConfig(), ParallelConfig(tp=2)),
     (ShardConfig("zero3", 2), ParallelConfig(etp=2)),
     (ShardConfig("zero3"), ParallelConfig(pp=2)),
-    (ShardConfig("zero1", 2), ParallelConfig(cp=2)),
+    (ShardConfig("zero1", 2), ParallelConfig(cp=2, context="ring")),
     (ShardConfig("zero1", sync="hierarchical"), ParallelConfig(ep=2)),
 ]
 

@@ -75,7 +75,7 @@ def test_ranks_update_inside_backward_as_after_it_to_the_bit():
         pair("MTP", ParallelConfig(ep=2), moments="int8"),
         pair("tied", ParallelConfig(tp=2, ep=2)),
         pair("plain", ParallelConfig(ep=4), clip_by="unit", max_norm=0.05),
-        pair("plain", ParallelConfig(cp=2, ep=2, etp=2)),
+        pair("plain", ParallelConfig(cp=2, context="ring", ep=2, etp=2)),
     ]
     for found in run_ranks(differing_weights, RANKS, pairs):
         assert found == []

@@ -28,6 +28,7 @@ from moefold.plan.layer.layer_recipes import PLAIN_LAYER, PLAIN_PRECISION, Layer
 from moefold.plan.options import PlanChoices
 
 RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")
+UNCHOSEN = "ring"  # what is counted where `parallel.context auto` was not chosen yet
 EXPERT_PRODUCTS = ("moe.experts.up_product", "moe.experts.down_product")
 
 
@@ -233,7 +234,7 @@ def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accum
         cp=p.cp,
         ep=p.ep,
         etp=p.etp,
-        context=p.context,
+        context=UNCHOSEN if p.context == "auto" else p.context,
         dispatcher=dispatcher,
         defers_wgrad=defers_wgrad,
         accumulates=accumulates,

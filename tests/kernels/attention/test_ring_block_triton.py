@@ -42,6 +42,16 @@ def test_gradients_equal_those_of_the_reference(case: KernelCase, tiles: None):
 
 
 @interpreted
+@pytest.mark.parametrize("op", [attention_block, attention_block_backward], ids=lambda op: op.name)
+def test_two_runs_of_an_odd_block_give_the_same_bits(op: KernelOp):
+    odd = [case for case in small_cases(op) if case.inputs[0].shape[1] % 2 and case.inputs[0].shape[1] > 1]
+    assert len(odd) == 6, "on the diagonal, wholly visible, at the end of a window; each with documents too"
+    for case in odd:
+        first, again = (op.implementations["triton"](*case.inputs) for _ in range(2))
+        assert all(map(torch.equal, first, again)), case.name
+
+
+@interpreted
 @pytest.mark.parametrize("case", merge_attention_block.cases("cpu", torch.float32), ids=lambda case: case.name)
 def test_a_merged_block_equals_that_of_the_reference(case: KernelCase):
     mine, theirs = (tuple(x.clone() for x in case.inputs) for _ in range(2))

@@ -48,6 +48,11 @@ def test_long_sequences_have_even_chunks_and_four_gibibytes_are_enough(thousands
         assert backward_workspace(positions, 1, kv_heads, group, 128) <= 4 << 30
 
 
+@pytest.mark.parametrize("thousands", [8, 32, 128])
+def test_one_sequence_of_32_query_and_4_key_heads_of_128_needs_at_most_four_gibibytes(thousands: int):
+    assert 0 < backward_workspace(thousands * 1024, 1, 4, 8, 128) <= 4 << 30
+
+
 def test_a_length_without_even_chunks_has_no_plan():
     assert plan_chunks(131_071, 4, 8, 128) is None
     assert backward_workspace(131_071, 1, 4, 8, 128) == 0
