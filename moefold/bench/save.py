@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Event
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from moefold.bench.report import show_report
 from moefold.checkpoint.format.retention import RetentionPolicy
 from moefold.checkpoint.format.storage import write_synced_file
 from moefold.checkpoint.live.background_saver import BackgroundSaver
-from moefold.checkpoint.live.host_image import HostImage
+from moefold.checkpoint.live.copy_lanes import CopyLanes
+from moefold.checkpoint.live.file_passage import FilePassage
 from moefold.checkpoint.live.logical_tensors import TensorPart, as_tensor_part
-from moefold.checkpoint.live.save import gather_write_plan, write_checkpoint
+from moefold.checkpoint.live.save import gather_write_plan, open_window, write_checkpoint
 from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
 from moefold.layout.process_groups import joined_world
@@ -73,9 +75,8 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
         tensor = torch.rand(MIB_OF_FLOATS)
         parts[str(number)] = as_tensor_part(tensor)
     plan = gather_write_plan(parts, world)
-    image = HostImage(plan.mine, 0, pinned=False)
-    image.copy_parts(parts)
-    raw = image.file_bytes.numpy().data
+    window = open_window(plan, world, None)
+    raw = window.memory.numpy().data
     shelf = folder / "shelf"
     scratch = folder / "scratch"
     writers = {"plain": write_and_fsync, "direct": write_synced_file}
@@ -88,8 +89,10 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
             seconds = wall_clock_seconds(write)
             times[name].append(seconds)
             scratch.unlink()
-        save = partial(write_checkpoint, shelf, number, plan, image, {}, keep_one, world)
-        seconds = wall_clock_seconds(save)
+        with FilePassage(window, parts, CopyLanes(world.device), Event()) as passage:
+            passage.wait_until_filled()
+            save = partial(write_checkpoint, shelf, number, plan, passage, {}, keep_one, world)
+            seconds = wall_clock_seconds(save)
         times["checkpoint"].append(seconds)
         shutil.rmtree(shelf)
     size = options.mib << 20

@@ -53,13 +53,15 @@ from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import Partition, fold_into_grids, split_by_node, split_outermost
 from moefold.plan.machine.known_links import first_gpu_name, known_links
+from moefold.plan.machine.this_machine import this_machine
 from moefold.plan.memory.host_weights import host_weights
-from moefold.plan.memory.machine_fit import choices_of_run, list_parts
+from moefold.plan.memory.machine_fit import MachineFit, RanksHere, choices_of_run, list_parts
 from moefold.plan.memory.peak_memory import bytes_of_whole_units, fullest_rank, plan_memory, stage_counts
 from moefold.plan.memory.rank_stages import stages_by_rank
 from moefold.plan.memory.region_savings import offloaded_layers, recomputed_layers, saved_by_regions, sent_again
 from moefold.plan.memory.resident import resident_state
 from moefold.plan.memory.run_setting import GIB, build_run_setting
+from moefold.plan.memory.save_window import bounded_saves
 from moefold.plan.time.run_context import choose_context
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
@@ -189,6 +191,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "optimizer": optimizer_description(config),
         "shard": describe_sharding(config, ranks),
         "memory": planned_memory(config, ranks),
+        "saves": describe_saves(config, ranks),
     }
 
 
@@ -284,6 +287,22 @@ def planned_memory(config: Config, ranks: int) -> Description | None:
     fullest = fullest_rank(plan_memory(config, ranks, choices))
     needed = fullest.needed if choices.device == "cuda" else fullest.total
     return {"bytes": needed, "parts": list_parts([fullest])}
+
+
+def describe_saves(config: Config, ranks: int) -> Description | None:
+    """Bytes of a node's files of a checkpoint, and the host memory that they take on a machine such as this; None for
+    attention of another package."""
+    if config.model.attention.kind not in ATTENTION_NAMES.builtin:
+        return None
+    node = min(ranks, NODE_SIZE)
+    fit = bounded_saves(MachineFit(config, RanksHere(0, node, ranks), this_machine()))
+    local = fit.local_ranks(0)
+    return {
+        "every": config.checkpoint.every,
+        "file_bytes": fit.saved_bytes(local),
+        "host_bytes": fit.window_bytes(local),
+        "in_pieces": fit.saves_in_pieces(local),
+    }
 
 
 def describe_regions(model: ModelConfig, kernels: Mapping[str, KernelChoice]) -> Description:
@@ -660,6 +679,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(escape(host_experts_line(explanation["experts_on_host"])))
     if explanation["memory"]:
         print_memory(explanation["memory"], console)
+    if explanation["saves"]:
+        print_saves(explanation["saves"], console)
     if explanation["stash"]:
         print_stash(explanation["stash"], console)
     print_graphs(explanation["graphs"], console)
@@ -713,6 +734,19 @@ def print_sharding(shard: Description, console: Console) -> None:
 def print_memory(memory: Description, console: Console) -> None:
     parts = f" ({memory['parts']})" if memory["parts"] else ""
     console.print(f"memory of the fullest rank, as planned: {memory['bytes'] / GIB:,.2f} GiB{parts}")
+
+
+def print_saves(saves: Description, console: Console) -> None:
+    if not saves["every"]:
+        console.print("checkpoints: none (checkpoint.every 0)")
+        return
+    files = f"checkpoints: a node's files of one have {human_bytes(saves['file_bytes'])} at least"
+    held = human_bytes(saves["host_bytes"])
+    if saves["in_pieces"]:
+        how = f"they are written in pieces, through {held} of its host memory, and updates wait for the writing"
+    else:
+        how = "its host memory holds them whole while they are written"
+    console.print(f"{files}; {how}")
 
 
 def print_stash(stash: Description, console: Console) -> None:

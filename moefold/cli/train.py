@@ -22,6 +22,7 @@ from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.spawn import RanksEnd, StartRank, launch_local_ranks, way_to_start
 from moefold.plan.memory.fit_proposals import misfit_problems
+from moefold.plan.memory.save_window import with_save_window
 from moefold.plan.time.run_context import with_expected_context
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
@@ -189,7 +190,8 @@ def train_guarded(config: Config, options: TrainOptions, out: Path, guard: RankG
         folder = broadcast_object(str(out), world.everyone)
         watch.run_folder = Path(folder)
         with collectives_check(config, world):
-            request = run_training(config, world, Path(folder), start, guard)
+            fitted = with_save_window(config, place)
+            request = run_training(fitted, world, Path(folder), start, guard)
         watch.end()
         first_object(None, world.everyone)  # all ranks are here: rank 0 may take the store with it
         return request

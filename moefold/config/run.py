@@ -593,6 +593,12 @@ class CheckpointConfig:
     keep: int = key(2, "number of latest checkpoints to keep", at_least=1)
     keep_every: int = key(0, "checkpoints at multiples of this step are never deleted; 0: none", at_least=0)
     path: str = key("", "checkpoint folder, or an fsspec path (s3://...); by default checkpoints/ in the run's folder")
+    host_gib: float = key(
+        0.0,
+        "most host memory of a node for writing one, in GiB, through which larger files pass in pieces; 0: whole files "
+        "where they fit, else 2",
+        at_least=0,
+    )
     memory_every: int = key(
         0, "steps between checkpoints in the memory of keepers, for restarts without the disk; 0: none", at_least=0
     )

@@ -60,7 +60,13 @@ from moefold.train.non_finite import refuse_non_finite
 from moefold.train.open_trackers import open_trackers, require_trackers
 from moefold.train.operand_log import OperandRecorder, open_operand_recorder
 from moefold.train.replica_check import compare_replicas
-from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run, run_tensors
+from moefold.train.resume import (
+    begin_checkpoint,
+    make_background_saver,
+    resume_run,
+    run_tensors,
+    window_of_rank,
+)
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
 from moefold.train.spike_log import SpikeLog
@@ -125,6 +131,8 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
     write_settings = partial((out / "config.yaml").write_text, settings)
     run_on_rank_zero(write_settings, world, out)
     run_on_rank_zero(partial(introduce_run, run, say), world, out)
+    for line in save_lines(run):
+        say(line)
     with (
         open_recorder(run, continues) as recorder,
         signals_as_requests(guard.requests) as requests,
@@ -223,6 +231,18 @@ def claim_run_folder(claims: FolderClaims, out: Path, checkpoints: StoragePath, 
         claims.claim(checkpoints)
     if resume is None and (out / "metrics.jsonl").exists():
         raise UserError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
+
+
+def save_lines(run: Run) -> list[str]:
+    """How checkpoints are written, where they pass through host memory in pieces. Every rank calls this."""
+    window = window_of_rank(run)
+    if not run.config.checkpoint.every or window is None:
+        return []
+    size = checkpoint_bytes(run_tensors(run), run.world)
+    if window >= size / run.world.size:
+        return []
+    through = f"{run.config.checkpoint.host_gib:g} GiB of a node's host memory"
+    return [f"checkpoints of {size / 1e9:.4g} GB are written in pieces, through {through}; updates wait for that"]
 
 
 def introduce_run(run: Run, say: Printer) -> None:

@@ -32,15 +32,23 @@ from moefold.train.changed_settings import (
     require_run_state,
 )
 
+GIB = 2**30
+
 
 def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:
     """The saver of a run. From now on, updates wait until the copy of a save in progress is done."""
     config = run.config.checkpoint
     keep = RetentionPolicy(config.keep, config.keep_every)
     folder = checkpoint_folder(run.config, run.out)
-    saver = BackgroundSaver(folder, keep, run.world, say)
+    saver = BackgroundSaver(folder, keep, run.world, say, window_of_rank(run))
     run.before_update = saver.wait_for_copy
     return saver
+
+
+def window_of_rank(run: Run) -> int | None:
+    """Host memory that a rank's file may take, in bytes; None where it may take all that it needs."""
+    of_node = run.config.checkpoint.host_gib * GIB
+    return int(of_node / run.world.node_size) or None
 
 
 def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:

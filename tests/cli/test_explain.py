@@ -78,6 +78,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "graphs",
         "optimizer",
         "memory",
+        "saves",
     }
     assert found["name"] == name
     assert found["parameters"] == total_parameters(config.model)
@@ -619,3 +620,15 @@ def test_clones_of_hot_experts_are_told_where_a_run_makes_them(explained: Any):
     assert explained("tiny", *words)["clones"] == "up to 3 on each of 2 ep ranks, by the counts of this microbatch"
     found = explained("tiny", *words, "--parallel.clone_decision", "previous")
     assert found["clones"].endswith("by the counts of the layer's microbatch before")
+
+
+def test_a_window_for_checkpoints_is_told_with_its_size(explained: Any, capsys: pytest.CaptureFixture[str]):
+    whole = explained("tiny")["saves"]
+    assert not whole["in_pieces"]
+    assert whole["host_bytes"] == whole["file_bytes"]
+    bound = ("--checkpoint.host_gib", "0.01")
+    pieces = explained("tiny", *bound)["saves"]
+    assert pieces["in_pieces"]
+    assert pieces["host_bytes"] == pytest.approx(0.01 * 2**30)
+    assert run_command_line(["explain", "tiny", *bound]) == 0
+    assert "they are written in pieces, through 10.2 MiB" in " ".join(capsys.readouterr().out.split())

@@ -14,11 +14,13 @@ from moefold.checkpoint.format.ledger import compare_ledgers
 from moefold.checkpoint.format.retention import step_folder_name
 from moefold.checkpoint.format.verify import OpenedCheckpoint, open_checkpoint
 from moefold.checkpoint.live.background_saver import BackgroundSaver
+from moefold.checkpoint.live.logical_tensors import restore_rng_state, rng_state_tensors
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
 from moefold.config.run import (
     AttentionConfig,
     BalanceConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -96,8 +98,8 @@ def write(run: Run, saver: BackgroundSaver) -> OpenedCheckpoint:
     return open_checkpoint(run.out / "checkpoints" / step_folder_name(run.step))
 
 
-def losses(run: Run) -> list[tuple[float, float]]:
-    reports = [train_step(run, run.loader.next_batch()) for _ in range(STEPS)]
+def losses(run: Run, steps: int = STEPS) -> list[tuple[float, float]]:
+    reports = [train_step(run, run.loader.next_batch()) for _ in range(steps)]
     return [(report.loss, report.mtp_loss) for report in reports]
 
 
@@ -137,6 +139,57 @@ def test_any_layout_takes_up_what_any_other_saved(tmp_path: Path):
         )
         assert not wrong, f"{pair}: {wrong}"
         assert worst <= 1e-6, f"{pair}: losses differ by {worst:.1e}"
+
+
+WINDOW_GIB = 30_000 / 2**30  # less than any rank's file, and than the largest tensor
+
+
+def save_both_ways_and_resume(world: World, folder: str, config: Config) -> tuple[bool, bool, bool]:
+    """Whether the run's checkpoint went through a window in pieces, has the bytes of one by an image, and is resumed to
+    the same losses."""
+    here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
+    through_window = replace(config, checkpoint=CheckpointConfig(host_gib=WINDOW_GIB))
+    image = assemble_run(config, here, Path(folder) / "image", corpus=random_corpus(config))
+    window = assemble_run(through_window, here, Path(folder) / "window", corpus=random_corpus(config))
+    again = assemble_run(through_window, here, Path(folder) / "again", corpus=random_corpus(config))
+    losses(image, 2)
+    rng_state = rng_state_tensors(here)
+    whole = write(image, make_background_saver(image, str))
+    resume_run(window, str(whole.path), str)
+    restore_rng_state(rng_state, here)
+    saver = make_background_saver(window, str)
+    begin_checkpoint(window, saver)
+    expected = losses(window, 2)  # its updates wait
+    saver.wait_until_written()
+    saved = open_checkpoint(window.out / "checkpoints" / step_folder_name(2))
+    resume_run(again, str(saved.path), str)
+    is_same = values_of_folder(Path(str(whole.path))) == values_of_folder(Path(str(saved.path)))
+    return not saver.holds_file, is_same, losses(again, 2) == expected
+
+
+def values_of_folder(folder: Path) -> dict[str, bytes]:
+    """The files of a checkpoint but those that have its configuration."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix == ".safetensors"} | {
+        "ledger": (folder / "ledger.json").read_bytes()
+    }
+
+
+LEAN = replace(START, optim=replace(START.optim, moments="int8"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (1, replace(LEAN, optim=replace(LEAN.optim, states="host"))),
+        (2, replace(LEAN, shard=ShardConfig(mode="zero3"), parallel=ParallelConfig(ep=2))),
+    ],
+    ids=["int8 moments", "zero3 and int8 moments"],
+)
+def test_a_checkpoint_through_a_window_is_the_same_and_resumes_to_the_bit(ranks: int, config: Config, tmp_path: Path):
+    for in_pieces, is_same, resumes in run_ranks(save_both_ways_and_resume, ranks, str(tmp_path), config):
+        assert in_pieces
+        assert is_same
+        assert resumes
 
 
 @pytest.mark.extended

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -173,14 +173,22 @@ def rename_tree(source: StoragePath, target: StoragePath) -> None:
 
 def write_synced_file(path: StoragePath, raw: bytes | memoryview) -> None:
     """Write a file. A local one is on the disk when this returns."""
+    write_synced_pieces(path, [memoryview(raw)])
+
+
+def write_synced_pieces(path: StoragePath, pieces: Iterable[memoryview]) -> None:
+    """Write a file from pieces, all but the last of whole disk blocks, and each before the next is asked for. A local
+    file is on the disk when this returns."""
     if isinstance(path, Path):
         with path.open("wb", buffering=0) as file:
-            write_direct_io(file.fileno(), memoryview(raw))
+            for piece in pieces:
+                write_direct_io(file.fileno(), piece)
             os.fsync(file.fileno())
         return
     with path.open("wb") as file:
-        for begin in range(0, len(raw), WRITE_BYTES):
-            file.write(raw[begin : begin + WRITE_BYTES])
+        for piece in pieces:
+            for begin in range(0, len(piece), WRITE_BYTES):
+                file.write(piece[begin : begin + WRITE_BYTES])
 
 
 def write_direct_io(handle: int, raw: memoryview) -> None:

@@ -4,50 +4,60 @@
     saver                      | copy to the host |          ^ waits for the copy, if it is not done
                                                   | write, hash, agree with the other ranks, commit |
 
-At most one save is in progress; the next one waits for it. The error of a failed save is raised at the next save.
-`save_failures` reports it after any step, so that all ranks stop at the same one.
+Where host memory has no room for whole files, the step waits until all ranks have written theirs. At most one save is
+in progress; the next one waits for it. The error of a failed save is raised at the next save. `save_failures` reports
+it after any step, so that all ranks stop at the same one.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import cycle
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from moefold.checkpoint.format.retention import RetentionPolicy
 from moefold.checkpoint.format.storage import StoragePath
-from moefold.checkpoint.live.host_image import HostImage
+from moefold.checkpoint.live.copy_lanes import CopyLanes
+from moefold.checkpoint.live.file_passage import FilePassage
+from moefold.checkpoint.live.host_window import HostWindow, Parts
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
-from moefold.checkpoint.live.save import SavePlan, gather_write_plan, write_checkpoint
+from moefold.checkpoint.live.save import SavePlan, gather_write_plan, open_window, write_checkpoint
 from moefold.config.errors import RunFailure, UserError
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer
+from moefold.watch.position import slow_phase
 
 GLOO_TIMEOUT = timedelta(hours=2)  # how long ranks wait for the slowest to write its file
 
-Parts = dict[str, TensorPart]
 RunState = dict[str, Any]  # becomes state.json
 
 
 class BackgroundSaver:
     """Saves checkpoints into one folder from a thread. The savers of all ranks communicate over a process group of
-    their own, concurrently with the collectives of training."""
+    their own, concurrently with the collectives of training. `window_bytes`: host memory that this rank's file may
+    take; None: as much as it has bytes."""
 
-    def __init__(self, checkpoints: StoragePath, keep: RetentionPolicy, world: World, say: Printer):
+    def __init__(
+        self,
+        checkpoints: StoragePath,
+        keep: RetentionPolicy,
+        world: World,
+        say: Printer,
+        window_bytes: int | None = None,
+    ):
         self.checkpoints = checkpoints
         self.keep = keep
         self.say = say
+        self.window_bytes = window_bytes
         group = make_gloo_group(world)
         own_group = replace(world.everyone, group=group)
         self.world = replace(world, everyone=own_group)
-        self.on_gpu = world.device.type == "cuda"
-        self.prepared: tuple[SavePlan, HostImage] | None = None
+        self.prepared: tuple[SavePlan, HostWindow] | None = None
         self.thread: threading.Thread | None = None
         self.step = 0
         self.error: BaseException | None = None
@@ -70,52 +80,52 @@ class BackgroundSaver:
             self.say(f"step {step}: waiting for the checkpoint of step {self.step}, which is still being written")
         self.wait_until_written()
         parts = snapshot_parts(tensors)
-        plan, image = self.prepare(parts)
+        plan, window = self.prepare(parts)
         self.step = step
         self.copied = threading.Event()
-        ready = self.event_of_queued_work()
-        save = partial(self.copy_and_write, plan, image, parts, state, ready)
+        passage = FilePassage(window, parts, CopyLanes(self.world.device), self.copied)
+        save = partial(self.write_and_commit, plan, passage, state)
         self.thread = threading.Thread(target=save, daemon=True, name="checkpoint")
         self.thread.start()
 
-    def prepare(self, parts: Parts) -> tuple[SavePlan, HostImage]:
+    def prepare(self, parts: Parts) -> tuple[SavePlan, HostWindow]:
         """Plan and host memory of all saves: what ranks hold does not change during a run. Every rank calls this at
         the same time; the first time it takes seconds."""
         if self.prepared is None:
             plan = gather_write_plan(parts, self.world)
-            image = HostImage(plan.mine, self.world.rank, self.on_gpu)
-            self.prepared = plan, image
+            window = open_window(plan, self.world, self.window_bytes)
+            self.prepared = plan, window
         return self.prepared
-
-    def event_of_queued_work(self) -> Any:
-        """On a GPU, an event behind all that was queued so far, which a copy must wait for."""
-        if not self.on_gpu:
-            return None
-        stream = torch.cuda.current_stream(self.world.device)
-        return stream.record_event()
 
     def rehearse(self, tensors: LogicalTensors) -> None:
         """Prepare saves and copy once: kernels that make chunks are compiled then, and not while a step waits."""
         parts = snapshot_parts(tensors)
-        _, image = self.prepare(parts)
-        if self.on_gpu:
-            copy_to_host(image, parts, self.event_of_queued_work(), self.world)
+        _, window = self.prepare(parts)
+        if self.world.device.type == "cuda":
+            with FilePassage(window, parts, CopyLanes(self.world.device), threading.Event()) as passage:
+                passage.wait_until_filled()
 
-    def copy_and_write(self, plan: SavePlan, image: HostImage, parts: Parts, state: RunState, ready: Any) -> None:
+    def write_and_commit(self, plan: SavePlan, passage: FilePassage, state: RunState) -> None:
         """The body of the thread. Its error, of any kind, is kept for the training thread to raise."""
         try:
-            try:
-                copy_to_host(image, parts, ready, self.world)
-            finally:
-                self.copied.set()
-            write_checkpoint(self.checkpoints, self.step, plan, image, state, self.keep, self.world, self.say)
+            with passage:
+                write_checkpoint(self.checkpoints, self.step, plan, passage, state, self.keep, self.world, self.say)
         except BaseException as error:
             self.error = error
+        finally:
+            self.copied.set()  # nothing is copied any more, also where nothing was
 
     def wait_for_copy(self) -> None:
         """Wait until the tensors of the save in progress may change."""
-        if self.thread:
+        if self.thread is None or self.copied.is_set():
+            return
+        with nullcontext() if self.holds_file else slow_phase("checkpoint"):
             self.copied.wait()
+
+    @property
+    def holds_file(self) -> bool:
+        """Whether a copy to the host needs not wait until files are written."""
+        return self.prepared is None or self.prepared[1].holds_file
 
     def save_failures(self) -> list[str]:
         """The failure of the last save: a reason to stop, which all ranks must hear of."""
@@ -154,25 +164,3 @@ def make_gloo_group(world: World) -> dist.ProcessGroup | None:
         return None
     ranks = list(world.everyone.ranks)
     return dist.new_group(ranks, timeout=GLOO_TIMEOUT, backend="gloo")  # pyright: ignore[reportReturnType]
-
-
-def copy_to_host(image: HostImage, parts: Parts, ready: Any, world: World) -> None:
-    """Copy the parts into the host image; on a GPU on streams of their own, behind the event `ready`. By turns on two:
-    one chunk is made, of moments in 8 bits for instance, while another is copied. They go before the training's
-    kernels, which would let each of those short ones wait."""
-    if ready is None:
-        image.copy_parts(parts)
-        return
-    streams = [torch.cuda.Stream(world.device, priority=-1) for _ in range(2)]
-    for stream in streams:
-        stream.wait_event(ready)
-    try:
-        in_turn = cycle(streams)
-        for chunk in image.chunks:
-            stream = next(in_turn)
-            part = parts[chunk.name]
-            with torch.cuda.device(world.device), torch.cuda.stream(stream):
-                image.copy_chunk(chunk, part)
-    finally:
-        for stream in streams:
-            stream.synchronize()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 import torch
@@ -35,11 +36,18 @@ from moefold.shard.storage import LogicalValues
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A box of a logical tensor that this rank holds. `read` gives its values, `write` sets them."""
+    """A box of a logical tensor that this rank holds. `read_range` gives some of its values, flat: elements first..last
+    of the flattened box. `write` sets all."""
 
     box: Box
-    read: Callable[[], Tensor]
+    read_range: Callable[[int, int], Tensor]
     write: Callable[[Tensor], object]
+
+    def read(self) -> Tensor:
+        """All values."""
+        count = element_count(self.box)
+        flat = self.read_range(0, count)
+        return flat.view(box_sizes(self.box))
 
 
 @dataclass(frozen=True)
@@ -142,25 +150,26 @@ def boxes_in_whole(first: int, last: int, parameter: DeclaredParameter) -> Itera
 
 
 def hold_box(box: Box, values: Tensor) -> HeldBox:
-    return HeldBox(box, lambda: values, values.copy_)
+    def read_range(first: int, last: int) -> Tensor:
+        return values.reshape(-1)[first:last]
+
+    return HeldBox(box, read_range, values.copy_)
 
 
 def hold_flat_box(box: Box, first: int, values: FlatValues) -> HeldBox:
     """A box whose elements are contiguous in flat values, from `first` on."""
     last = first + element_count(box)
-    sizes = box_sizes(box)
     if isinstance(values, Tensor):
-        part = values[first:last].view(sizes)
+        part = values[first:last].view(box_sizes(box))
         return hold_box(box, part)
 
-    def read_values() -> Tensor:
-        flat = values.get(first, last)
-        return flat.view(sizes)
+    def read_range(begin: int, end: int) -> Tensor:
+        return values.get(first + begin, first + end)
 
     def write_values(new: Tensor) -> None:
         values.put(first, last, new.flatten())
 
-    return HeldBox(box, read_values, write_values)
+    return HeldBox(box, read_range, write_values)
 
 
 def part_of_parameter(tensor: Tensor, parameter: DeclaredParameter) -> TensorPart:
@@ -210,8 +219,19 @@ def boxes_of_experts(box: Box) -> Iterator[Box]:
 
 
 def hold_blocks(box: Box, blocks: HeldBlocks) -> HeldBox:
-    """What blocks stand for."""
-    return HeldBox(box, blocks.dequantised, blocks.copy_)
+    """What blocks stand for. Whole rows are dequantised."""
+    width = blocks.width
+
+    def read_range(first: int, last: int) -> Tensor:
+        first_row = first // width
+        end_row = ceil(last / width)
+        begin = first_row * width
+        flat = blocks.view((-1, width))
+        rows = flat.elements(slice(begin, end_row * width))
+        values = rows.dequantised().flatten()
+        return values[first - begin : last - begin]
+
+    return HeldBox(box, read_range, blocks.copy_)
 
 
 def as_tensor_part(tensor: LogicalTensor) -> TensorPart:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 import torch
@@ -61,8 +62,11 @@ from moefold.checkpoint.format.storage import (
 )
 from moefold.checkpoint.format.verify import verify_checkpoint
 from moefold.checkpoint.format.write_plan import RankPlan, WritePlan, assign_writers
-from moefold.checkpoint.live.host_image import HostImage, WrittenFile, rank_file_name
+from moefold.checkpoint.live.copy_lanes import CopyLanes
+from moefold.checkpoint.live.file_passage import FilePassage
+from moefold.checkpoint.live.host_window import HostWindow
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
+from moefold.checkpoint.live.rank_file import RankFile, WrittenFile, rank_file_name
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.consensus import attempt, gather_results, keep_error, raise_first_problem, result_of_rank_zero
 from moefold.comm.host_objects import gather_objects, scatter_objects
@@ -99,16 +103,23 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: RetentionPolicy,
     world: World,
+    window_bytes: int | None = None,
 ) -> StoragePath:
-    """Commit a checkpoint of `step` and return its path. Every rank calls this."""
+    """Commit a checkpoint of `step` and return its path. Every rank calls this. `window_bytes`: host memory that this
+    rank's file may take; None: as much as it has bytes."""
     parts: dict[str, TensorPart] = {}
     for name, tensor in tensors.items():
         parts[name] = as_tensor_part(tensor)
     plan = gather_write_plan(parts, world)
+    window = open_window(plan, world, window_bytes)
+    with FilePassage(window, parts, CopyLanes(world.device), Event()) as passage:
+        return write_checkpoint(checkpoints, step, plan, passage, state, keep, world)
+
+
+def open_window(plan: SavePlan, world: World, most: int | None) -> HostWindow:
+    """Host memory for this rank's file: at most so many bytes."""
     on_gpu = world.device.type == "cuda"
-    image = HostImage(plan.mine, world.rank, on_gpu)
-    image.copy_parts(parts)
-    return write_checkpoint(checkpoints, step, plan, image, state, keep, world)
+    return HostWindow(RankFile(plan.mine, world.rank), most, on_gpu)
 
 
 def gather_write_plan(parts: dict[str, TensorPart], world: World) -> SavePlan:
@@ -134,13 +145,13 @@ def write_checkpoint(
     checkpoints: StoragePath,
     step: int,
     plan: SavePlan,
-    image: HostImage,
+    passage: FilePassage,
     state: dict[str, Any],
     keep: RetentionPolicy,
     world: World,
     say: Printer = print_nothing,
 ) -> StoragePath:
-    """From filled host images to a committed checkpoint. Every rank calls this."""
+    """From the passage of every rank's file to a committed checkpoint. Every rank calls this."""
     final = checkpoints / step_folder_name(step)
     folder = staging_folder(final)
     if run_on_rank_zero(lambda: is_already_saved(final), world, checkpoints):
@@ -150,8 +161,9 @@ def write_checkpoint(
         needed += plan.whole.bytes
     run_on_rank_zero(lambda: prepare_staging(folder, needed), world, checkpoints)
     # Every rank writes its file, and hashes the pieces that it holds whole.
-    write_file = partial(image.write_file, folder)
+    write_file = partial(passage.write_file, folder)
     files = run_on_every_rank(write_file, world, checkpoints) or []
+    passage.finish()
     written = [file for file in files if file]
     # Pieces that are split over files are read back and hashed.
     shares = None

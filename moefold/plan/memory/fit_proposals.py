@@ -16,9 +16,9 @@ from moefold.layout.environment import Rendezvous
 from moefold.plan.machine.this_machine import this_machine
 from moefold.plan.memory.machine_fit import MAIN_WEIGHT_BYTES, MachineFit, MemoryShortage, ranks_of_machine
 from moefold.plan.memory.run_setting import GIB
+from moefold.plan.memory.save_window import USABLE_SHARE, bounded_saves
 from moefold.plan.options import RECOMPUTE_LADDER
 
-USABLE_SHARE = 0.8  # of a memory, for what is proposed: a plan leaves out the process itself and unused allocations
 MOST_MACHINES = 4096
 SHORTEST_SEQUENCE = 128
 SHORT_SEQUENCE = 512  # tried together with other changes, where no single change is enough
@@ -33,7 +33,7 @@ def misfit_problems(config: Config, place: Rendezvous) -> list[str]:
     if config.model.attention.kind not in ATTENTION_NAMES.builtin:
         return []  # the planner does not know the memory of another package's attention
     ranks = ranks_of_machine(place)
-    fit = MachineFit(config, ranks, this_machine())
+    fit = bounded_saves(MachineFit(config, ranks, this_machine()))
     shortage = fit.first_shortage()
     if shortage is None:
         return []

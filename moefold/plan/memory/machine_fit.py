@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from moefold.checkpoint.keeper.files import COPIES, GENERATIONS
 from moefold.config.run import Config
@@ -27,6 +28,7 @@ SAVED_MOMENT_BYTES: dict[float, float] = {2: 2}  # of plain bf16; of all others 
 MAIN_WEIGHT_BYTES = 4  # in a checkpoint, beside a weight of fewer bytes
 SHOWN_PARTS = ("weights", "gradients", "main", "moments", "activations", "working")
 CHECKPOINT_COPY = "the copy of a checkpoint"
+CHECKPOINT_WINDOW = "the window of a checkpoint"
 
 Ranks = list[RankMemory]
 
@@ -39,6 +41,14 @@ class MemoryShortage:
     ranks: int
     needed: float
     there: int
+    parts: str
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """Bytes of host memory that the ranks of a machine need, and their parts in words."""
+
+    bytes: float
     parts: str
 
 
@@ -85,21 +95,32 @@ class MachineFit:
 
     def first_shortage(self, first_rank: int | None = None) -> MemoryShortage | None:
         """The first memory that is too small, if any: on this machine, or on the one whose first rank is given."""
-        world = self.ranks.world
         first = self.ranks.first if first_rank is None else first_rank
+        local = self.local_ranks(first)
+        return next(self.shortages(local), None)
+
+    def local_ranks(self, first: int) -> Ranks:
+        """The ranks of the machine whose first rank is given."""
+        world = self.ranks.world
         end = min(world, first + self.ranks.count)
         local: Ranks = []
         for rank in range(first, end):
             pipeline_rank = rank * self.config.parallel.pp // world  # pipeline ranks are outermost
             local.append(self.by_pipeline_rank[pipeline_rank])
-        shortages = self.gpu_shortages(local) if self.on_gpu else self.cpu_shortages(local)
-        return next(shortages, None)
+        return local
+
+    def shortages(self, local: Ranks) -> Iterator[MemoryShortage]:
+        """Shortages of GPUs, then of the host."""
+        if self.on_gpu and not self.machine.gpus:
+            return  # torch will say that there is no GPU
+        if self.on_gpu:
+            yield from self.gpu_shortages(local)
+        needs = self.host_needs(local)
+        yield from shortage_of("host memory", self.machine.host, local, needs.bytes, needs.parts)
 
     def gpu_shortages(self, local: Ranks) -> Iterator[MemoryShortage]:
-        """Shortages of GPUs, which more ranks than GPUs share, then of the host, where checkpoints are assembled."""
+        """Shortages of GPUs, which more ranks than GPUs share."""
         gpus = self.machine.gpus
-        if not gpus:
-            return  # torch will say that there is no GPU
         on_gpu: defaultdict[int, Ranks] = defaultdict(list)
         for local_rank, rank in enumerate(local):
             number = local_rank % len(gpus)
@@ -110,16 +131,23 @@ class MachineFit:
             parts = list_parts(ranks)
             memory = gpus[number]
             yield from shortage_of(f"GPU {number}", memory, ranks, needed, parts)
+
+    def host_needs(self, local: Ranks) -> HostNeeds:
+        """What the ranks of a machine need of its host memory."""
+        return self.host_needs_beside_gpus(local) if self.on_gpu else self.host_needs_on_cpu(local)
+
+    def host_needs_beside_gpus(self, local: Ranks) -> HostNeeds:
+        """What is offloaded, and what checkpoints go through."""
         offloaded = sum(rank.host for rank in local)
         needed = offloaded + self.checkpoint_bytes(local)
-        parts = CHECKPOINT_COPY
+        parts = self.checkpoint_part(local)
         if offloaded:
-            parts = f"offloaded {offloaded / GIB:,.1f}, {CHECKPOINT_COPY}"
-        yield from self.host_shortage(local, needed, parts)
+            parts = f"offloaded {offloaded / GIB:,.1f}, {parts}"
+        return HostNeeds(needed, parts)
 
-    def cpu_shortages(self, local: Ranks) -> Iterator[MemoryShortage]:
-        """A shortage of the host, whose memory all ranks share. The copy of a checkpoint stays allocated; that of a
-        run's only checkpoint is made when no microbatch is live."""
+    def host_needs_on_cpu(self, local: Ranks) -> HostNeeds:
+        """All ranks share the host. The copy of a checkpoint stays allocated; that of a run's only checkpoint is made
+        when no microbatch is live."""
         on_host = sum(rank.host for rank in local)
         steps = certain_bytes(local) + on_host
         copies = self.checkpoint_bytes(local)
@@ -129,20 +157,34 @@ class MachineFit:
         needed = max(steps, resident + copies)
         if saves_before_end:
             needed = steps + copies
-        parts = f"{list_parts(local)}, {CHECKPOINT_COPY} {copies / GIB:,.1f}"
-        yield from self.host_shortage(local, needed, parts)
+        parts = f"{list_parts(local)}, {self.checkpoint_part(local)}"
+        return HostNeeds(needed, parts)
 
-    def host_shortage(self, local: Ranks, needed: float, parts: str) -> Iterator[MemoryShortage]:
-        return shortage_of("host memory", self.machine.host, local, needed, parts)
+    def checkpoint_part(self, local: Ranks) -> str:
+        """The part of checkpoints, as a message shows it."""
+        held = self.checkpoint_bytes(local) / GIB
+        name = CHECKPOINT_WINDOW if self.saves_in_pieces(local) else CHECKPOINT_COPY
+        return f"{name} {held:,.1f}"
 
     def checkpoint_bytes(self, local: Ranks) -> float:
-        """Bytes that a machine holds of checkpoints: the copy of one that is written to the disk, and that of one in
-        memory with what a keeper holds."""
+        """Bytes that a machine holds of checkpoints: the window of one that is written to the disk, and the copy of one
+        in memory with what a keeper holds."""
+        held = self.window_bytes(local)
+        if self.config.checkpoint.memory_every:
+            copies = 1 + self.kept_copies
+            held += copies * self.saved_bytes(local)
+        return held
+
+    def window_bytes(self, local: Ranks) -> float:
+        """Bytes through which the files of a machine's ranks go to the disk: as many as the files have, or fewer."""
         checkpoint = self.config.checkpoint
-        copies = 1 if checkpoint.every else 0
-        if checkpoint.memory_every:
-            copies += 1 + self.kept_copies
-        return copies * self.saved_bytes(local)
+        if not checkpoint.every:
+            return 0.0
+        most = checkpoint.host_gib * GIB or inf
+        return min(most, self.saved_bytes(local))
+
+    def saves_in_pieces(self, local: Ranks) -> bool:
+        return 0 < self.window_bytes(local) < self.saved_bytes(local)
 
     @property
     def kept_copies(self) -> int:
@@ -153,11 +195,12 @@ class MachineFit:
 
     def saved_bytes(self, local: Ranks) -> float:
         """Bytes of the ranks' files of a checkpoint, at least: moments, weights and fp32 main weights of their shares.
-        A parameter has two moments at most; those in blocks are saved as fp32."""
+        Moments in blocks are saved as fp32."""
         optim = self.config.optim
         sizes = moment_sizes(optim)
-        moments = sum(rank.moments for rank in local)
-        parameters = moments / sum(sizes)
+        if optim.rule == "muon":  # has one, but for embedding and head
+            sizes = sizes[:1]
+        parameters = sum(rank.updated for rank in local)
         saved = sum(SAVED_MOMENT_BYTES.get(size, 4) for size in sizes)
         wide = self.choices.recipe.wide
         has_main = wide < MAIN_WEIGHT_BYTES and optim.main != "none"

@@ -48,11 +48,12 @@ class RankMemory:
     """Memory of one pipeline rank at its peak, in bytes. `live`: live microbatches by stage; `at`: the running op.
     `total` is what torch allocates, `needed` what the GPU must have: with GPU memory outside torch's allocator
     (`outside`). `host` is host memory. `stashed`: the most that pages of stashed rows take of their pool, a part of the
-    buffers."""
+    buffers. `updated`: the number of parameters whose optimizer state the rank has."""
 
     rank: int
     stages: tuple[int, ...]
     parameters: float
+    updated: float
     weights: float
     gradients: float
     main: float
@@ -270,6 +271,7 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
         rank=number,
         stages=rank.numbers,
         parameters=state.parameters,
+        updated=state.share,
         weights=state.weights,
         gradients=peak.gradients,
         main=main,

@@ -15,11 +15,12 @@ from moefold.checkpoint.format.boxes import flat_range_boxes, whole_box
 from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints
 from moefold.checkpoint.format.verify import verify_checkpoint
 from moefold.checkpoint.live.background_saver import BackgroundSaver
-from moefold.checkpoint.live.host_image import HostImage
+from moefold.checkpoint.live.host_window import HostWindow
 from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box, hold_flat_box
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import World, single_rank_world
+from moefold.watch.position import HERE, enter_step
 from tests.support.ranks import run_ranks
 
 
@@ -28,11 +29,14 @@ def part(tensor: torch.Tensor) -> TensorPart:
 
 
 def saver(
-    folder: Path | str, world: World | None = None, said: list[str] | None = None, keep: int = 9
+    folder: Path | str,
+    world: World | None = None,
+    said: list[str] | None = None,
+    keep: int = 9,
+    window_bytes: int | None = None,
 ) -> BackgroundSaver:
-    return BackgroundSaver(
-        Path(folder), RetentionPolicy(keep), world or single_rank_world(), (said if said is not None else []).append
-    )
+    said = said if said is not None else []
+    return BackgroundSaver(Path(folder), RetentionPolicy(keep), world or single_rank_world(), said.append, window_bytes)
 
 
 def values(folder: Path, step: int, size: int = 1000) -> dict[str, torch.Tensor]:
@@ -61,8 +65,8 @@ def test_a_save_returns_before_anything_is_copied_and_holds_the_values_of_that_m
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
     weight, small, may_copy = torch.full((1000,), 1.0), torch.full((3,), 1.0), threading.Event()
-    copy_parts = HostImage.copy_parts
-    monkeypatch.setattr(HostImage, "copy_parts", lambda *args: may_copy.wait(60) and copy_parts(*args))
+    fill = HostWindow.fill
+    monkeypatch.setattr(HostWindow, "fill", lambda *args, **more: may_copy.wait(60) and fill(*args, **more))
     with saver(tmp_path) as saves:
         saves.begin_save(1, {"weight": part(weight), "small": small}, {"step": 1})
         small.fill_(2.0)  # plain tensors may change at once
@@ -75,18 +79,20 @@ def test_a_save_returns_before_anything_is_copied_and_holds_the_values_of_that_m
     assert all((t == 1.0).all() for t in values(tmp_path, 1).values())
 
 
-def test_the_image_is_used_again_and_each_checkpoint_has_its_own_values(tmp_path: Path):
-    weight, memory = torch.zeros(1000), set[int]()
-    with saver(tmp_path) as saves:
+@pytest.mark.parametrize("window_bytes", [None, 1])
+def test_the_window_is_used_again_and_each_checkpoint_has_its_own_values(window_bytes: int | None, tmp_path: Path):
+    weight, memory = torch.zeros(10_000), set[int]()
+    with saver(tmp_path, window_bytes=window_bytes) as saves:
         for step in (1, 2, 3):
             weight.fill_(step)
             saves.begin_save(step, {"weight": part(weight), "small": torch.full((3,), float(step))}, {"step": step})
             saves.wait_for_copy()
             assert saves.prepared
-            _, image = saves.prepared
-            memory.add(image.data.data_ptr())
+            _, window = saves.prepared
+            assert window.holds_file == (window_bytes is None)
+            memory.add(window.memory.data_ptr())
     for step in (1, 2, 3):
-        assert all((t == step).all() for t in values(tmp_path, step).values())
+        assert all((t == step).all() for t in values(tmp_path, step, 10_000).values())
         assert verify_checkpoint(tmp_path / f"step-{step:08d}")
     assert len(memory) == 1
 
@@ -126,7 +132,7 @@ def test_what_goes_wrong_is_told_at_the_end_of_a_step_and_raised_at_the_next_sav
 def save_without_room(world: World, folder: str) -> tuple[list[str], str]:
     """Rank 1 cannot write."""
     if world.rank == 1:
-        save_file.HostImage.write_file = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # pyright: ignore[reportAttributeAccessIssue]
+        save_file.FilePassage.write_file = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # pyright: ignore[reportAttributeAccessIssue]
     saves = saver(folder, world)
     saves.begin_save(1, {f"{n}": torch.ones(100) for n in range(4)}, {"step": 1})
     assert saves.thread
@@ -142,6 +148,38 @@ def test_a_rank_that_cannot_write_makes_all_ranks_stop_with_its_reason(tmp_path:
         assert failed == ["the checkpoint of step 1 failed"]
         assert told.startswith(f"the checkpoint of step 1 was not written: no space left on {tmp_path}")
     assert committed_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("window_bytes", [None, 1])
+def test_a_save_that_cannot_be_written_keeps_no_update_waiting(window_bytes: int | None, tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    saves = saver(tmp_path / "file", window_bytes=window_bytes)
+    saves.begin_save(1, {"weight": torch.ones(100_000)}, {"step": 1})
+    saves.wait_for_copy()
+    with pytest.raises(RunFailure, match="the checkpoint of step 1 was not written"):
+        saves.wait_until_written()
+
+
+def test_through_a_window_an_update_waits_as_long_as_files_are_written_and_is_no_hang(tmp_path: Path, monkeypatch):
+    """The phase is one that may be slow: other ranks may have slower disks."""
+    phases: list[str] = []
+    write = save_file.FilePassage.write_file
+
+    def write_slowly(*args: Any) -> Any:
+        time.sleep(0.3)
+        phases.append(HERE.phase)
+        return write(*args)
+
+    monkeypatch.setattr(save_file.FilePassage, "write_file", write_slowly)
+    weight = torch.ones(100_000)
+    with saver(tmp_path, window_bytes=1) as saves:
+        enter_step(2)
+        saves.begin_save(1, {"weight": part(weight), "small": torch.ones(3)}, {"step": 1})
+        saves.wait_for_copy()
+        weight.zero_()
+        assert HERE.phase == "step"
+    assert phases == ["checkpoint"]
+    assert (values(tmp_path, 1, 100_000)["weight"] == 1).all()
 
 
 def save_beside_collectives(world: World, folder: str) -> float:
@@ -215,18 +253,19 @@ def test_values_that_no_rank_holds_are_named_before_anything_is_written(tmp_path
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copies_from_a_gpu_have_the_values_of_the_moment_of_the_save(tmp_path: Path):
+@pytest.mark.parametrize("window_bytes", [None, 48 << 20])
+def test_copies_from_a_gpu_have_the_values_of_the_moment_of_the_save(window_bytes: int | None, tmp_path: Path):
     """Work that was asked for before the save is in it, work from `await_copy` on is not."""
     weight = torch.zeros(1 << 26, device="cuda")
     world = single_rank_world("cuda")
-    with saver(tmp_path, world) as saves:
+    with saver(tmp_path, world, window_bytes=window_bytes) as saves:
         for step in (1, 2):
             torch.cuda._sleep(100_000_000)
             weight.fill_(step)
             saves.begin_save(step, {"weight": part(weight)}, {"step": step})
             assert saves.prepared
-            _, image = saves.prepared
-            assert image.data.is_pinned()
+            _, window = saves.prepared
+            assert window.memory.is_pinned()
             saves.wait_for_copy()
             weight.fill_(-1.0)
     for step in (1, 2):

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
 from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
+from tests.support.small_disk import mounted_small_disk
 
 ALONE = create_world(0, 1, torch.device("cpu"), ParallelConfig())
 
@@ -187,16 +187,8 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint_or_the_new
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of four MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip("mounting is not allowed here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted_small_disk(tmp_path / "disk") as place:
+        yield place
 
 
 def assert_no_room(folder: Path, step: int, size: int) -> str:
