@@ -38,6 +38,7 @@ from moefold.config.run import Config, ParallelConfig
 from moefold.config.shard_rules import SHARD_RULES
 from moefold.config.stash_rules import STASH_RULES
 from moefold.config.static_graph_rules import STATIC_GRAPH_RULES
+from moefold.config.vocabulary_rules import VOCABULARY_RULES
 from moefold.schedule import stage_layout
 from moefold.schedule.schedule_catalog import SCHEDULES
 from moefold.schedule.schedule_error import ScheduleError
@@ -752,6 +753,7 @@ RULES: list[ConfigRule] = [
     *STASH_RULES,
     *ROOM_RULES,
     *STATIC_GRAPH_RULES,
+    *VOCABULARY_RULES,
     *SHARD_RULES,
     *CLONE_RULES,
     *CHUNK_RULES,
