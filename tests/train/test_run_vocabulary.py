@@ -107,7 +107,7 @@ def test_without_the_library_a_run_ends_with_what_to_install(tmp_path: Path):
     """A module of None cannot be imported: Python's own mark of one that is absent."""
     program = "import sys; sys.modules['tokenizers'] = None; from moefold.__main__ import main; sys.exit(main())"
 
-    argv = [sys.executable, "-c", program, *arguments(tmp_path, "run", 1)]
+    argv = [sys.executable, "-c", program, *arguments(tmp_path, "run", 1, "--nproc", "1")]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2, ended.stderr
     assert "pip install 'moefold[hf]', or set data.tokenizer to byte" in ended.stderr
