@@ -2,12 +2,14 @@
 transformers with each of its implementations of experts, in turns.
 
 All of them train in fp32 with fused AdamW on batches of the same size: the preset's own, as one microbatch. The median
-turn counts. Beside the time by the wall stands the time of the process on all its threads, which tells less of what
-else a machine does, and the pages that a step had to be given.
+turn counts. A contender whose first step takes far longer than the fastest before it leaves. Beside the time by the
+wall stands the time of the process on all its threads, which tells less of what else a machine does, and the pages that
+a step had to be given.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
@@ -40,6 +42,7 @@ from moefold.train.step import take_next_step
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")  # of experts in transformers
 WARM_UP_STEPS = 5  # the fourth is recorded
+LONGEST_FIRST_STEP = 10.0  # times the fastest first step before it
 CAPTION = """median turn, a step: forward, backward, clipping, update. wall: milliseconds. cpu: milliseconds of all
 threads. pages: given to the process. times: wall and cpu of transformers' fastest over this."""
 
@@ -112,15 +115,31 @@ def steps_of_transformers(config: Config) -> Contenders:
 
 
 def cost_in_turns(contenders: Contenders, options: TurnsOptions) -> dict[str, StepCost]:
-    for take_step in contenders.values():
-        for _ in range(WARM_UP_STEPS):
-            take_step()
+    contenders = warm_contenders(contenders)
     turns: dict[str, list[StepCost]] = {name: [] for name in contenders}
     for _ in range(options.turns):
         for name, take_step in contenders.items():
             take_step()  # brings back to the caches what the others drove out
             turns[name].append(cost_of_steps(take_step, options.steps))
     return {name: median_cost(costs) for name, costs in turns.items()}
+
+
+def warm_contenders(contenders: Contenders) -> Contenders:
+    """The contenders that stay, warm. moefold and the eager experts come first, so that there is a fastest step."""
+    staying: Contenders = {}
+    fastest = math.inf
+    for name, take_step in contenders.items():
+        first = cost_of_steps(take_step, 1).cpu_ms
+        fastest = min(fastest, first)
+        if first > LONGEST_FIRST_STEP * fastest:
+            tell_progress(
+                f"{name} leaves: its first step takes {first:,.0f} ms of CPU time, the fastest {fastest:,.0f}"
+            )
+            continue
+        staying[name] = take_step
+        for _ in range(WARM_UP_STEPS - 1):
+            take_step()
+    return staying
 
 
 def cost_of_steps(take_step: TakeStep, steps: int) -> StepCost:

@@ -42,9 +42,10 @@ from moefold.config.optimizer_groups import parse_groups, refuse_idle_groups
 from moefold.config.precision_recipes import RECIPE_SPECS, is_fp8
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES
-from moefold.config.run import Config, ModelConfig, OptimConfig, ShardConfig
+from moefold.config.run import TRAINED, Config, ModelConfig, OptimConfig, ShardConfig
 from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import foretold_cuts
+from moefold.data.trained_vocabulary import READ_CHARACTERS
 from moefold.dispatch import price
 from moefold.dispatch.room_sizes import tokens_per_exchange
 from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
@@ -167,6 +168,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "train_flops_per_token": run_flops_per_token(config),
         "adapters": describe_adapters(config),
         "seq_len": config.data.seq_len,
+        "vocabulary": describe_vocabulary(config),
         "packing": describe_packing(config),
         "cuts": foretold_cuts(config),
         "context": describe_context(config, ranks),
@@ -193,6 +195,15 @@ def explain_config(config: Config, ranks: int) -> Description:
         "memory": planned_memory(config, ranks),
         "saves": describe_saves(config, ranks),
     }
+
+
+def describe_vocabulary(config: Config) -> str | None:
+    """How a run comes to the vocabulary that it trains; None where it trains none."""
+    if config.data.tokenizer != TRAINED:
+        return None
+    entries = f"at most {config.model.vocab:,} byte pairs"
+    read = f"at most {READ_CHARACTERS / 1e6:.1f}M characters of the text of {config.data.source}"
+    return f"{entries}, trained by the run at its start on {read}, of which none is held out"
 
 
 def describe_packing(config: Config) -> str | None:
@@ -646,6 +657,8 @@ def print_explanation(explanation: Description) -> None:
     console.print(model_headline(explanation))
     if explanation["adapters"]:
         console.print(adapter_line(explanation["adapters"]))
+    if explanation["vocabulary"]:
+        console.print(escape(f"vocabulary: {explanation['vocabulary']}"))
     if explanation["packing"]:
         console.print(escape(f"packing: {explanation['packing']}"))
     if explanation["cuts"]:

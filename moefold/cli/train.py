@@ -18,7 +18,7 @@ import tyro
 from moefold.cli.memory_errors import is_out_of_memory
 from moefold.cli.out_of_memory import OutOfMemory
 from moefold.config.errors import UserError
-from moefold.config.run import Config
+from moefold.config.run import TRAINED, Config
 from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.spawn import RanksEnd, StartRank, launch_local_ranks, way_to_start
 from moefold.plan.memory.fit_proposals import misfit_problems
@@ -78,6 +78,7 @@ def run_command(argv: Sequence[str]) -> int:
         rendezvous = Rendezvous(size=ranks, local_size=ranks)
     change = change_from_start(options, overrides)
     config = resolve_recipe(options.recipe, overrides, rendezvous.size, change)
+    refuse_other_vocabulary(options, config)
     problems = unsaid_settings(options.recipe, overrides)
     if not options.force:
         planned = with_expected_context(config, rendezvous.size, rendezvous.local_size)
@@ -153,6 +154,14 @@ def refuse_two_starts(options: TrainOptions) -> None:
         raise UserError(
             f"--init-from and --resume {options.resume} both name a checkpoint to start from; give one of them, "
             "or --resume auto, which continues the run in --out where it has a checkpoint"
+        )
+
+
+def refuse_other_vocabulary(options: TrainOptions, config: Config) -> None:
+    if options.from_hf and config.data.tokenizer == TRAINED:
+        raise UserError(
+            f"data.tokenizer = trained, but the weights of --from-hf {options.from_hf} belong to a vocabulary of their "
+            "own; set data.tokenizer to its tokenizer.json"
         )
 
 

@@ -39,6 +39,7 @@ from moefold.config.run import Config, ParallelConfig
 from moefold.config.shard_rules import SHARD_RULES
 from moefold.config.stash_rules import STASH_RULES
 from moefold.config.static_graph_rules import STATIC_GRAPH_RULES
+from moefold.config.vocabulary_rules import VOCABULARY_RULES
 from moefold.schedule import stage_layout
 from moefold.schedule.schedule_catalog import SCHEDULES
 from moefold.schedule.schedule_error import ScheduleError
@@ -754,6 +755,7 @@ RULES: list[ConfigRule] = [
     *ROOM_RULES,
     *STATIC_GRAPH_RULES,
     *PAIR_RULES,
+    *VOCABULARY_RULES,
     *SHARD_RULES,
     *CLONE_RULES,
     *CHUNK_RULES,

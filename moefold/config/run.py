@@ -177,6 +177,9 @@ class ModelConfig:
     moe: MoeConfig = section(MoeConfig)
 
 
+TRAINED = "trained"  # data.tokenizer: the run trains one at its start
+
+
 @dataclass(frozen=True)
 class DataConfig:
     source: str = key("stdlib", "origin of the training text", names=DATA_SOURCE_NAMES)
@@ -197,8 +200,9 @@ class DataConfig:
     skip_bad: bool = key(False, "leave out lines, rows and files that cannot be read, and list them")
     tokenizer: str = key(
         "auto",
-        "byte; stdlib, 32,000 byte pairs of Python source; or the path of a Hugging Face tokenizer.json; auto: stdlib "
-        "for source stdlib and a vocabulary above 1000, else byte",
+        "byte; stdlib, 32,000 byte pairs of Python source; trained, model.vocab byte pairs of the run's own text; or "
+        "the path of a Hugging Face tokenizer.json; auto: stdlib for source stdlib and a vocabulary above 1000, else "
+        "byte",
     )
     end_token: str = key("", "token that ends a document, by its text; empty: that of the tokenizer's files")
     seq_len: int = key(256, "tokens of one training sequence", at_least=1, at_most=16_777_216)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moefold.config.errors import UserError
-from moefold.config.run import DataConfig
+from moefold.config.run import TRAINED, DataConfig
 from moefold.data.cut_samples import FittingSamples
 from moefold.data.document_split import (
     DocumentTokens,
+    JoinedDocuments,
     join_documents,
     single_document_start,
     smallest_dtype,
@@ -26,6 +27,7 @@ from moefold.data.sample_batches import packing_kind
 from moefold.data.samples import sample_reader
 from moefold.data.sequences import MemoryDocuments, RowSequences, TextDocuments
 from moefold.data.tokenizer import Tokenizer
+from moefold.data.trained_vocabulary import read_text_sides
 
 ZIPF_LENGTH = 1 << 22  # tokens of the synthetic corpus
 
@@ -137,6 +139,8 @@ def zipf_tokens(count: int, vocab: int, seed: int) -> np.ndarray:
 
 
 def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    if data.tokenizer == TRAINED:
+        return encode_text_sides(data, tokenizer)
     dtype = smallest_dtype(tokenizer.size)
     documents: list[DocumentTokens] = []
     bad = BadEntries(data.skip_bad, "data.files: ")
@@ -159,6 +163,18 @@ def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
         train.mask,
         held_out.mask,
     )
+
+
+def encode_text_sides(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """The corpus of a vocabulary that was trained on one side of the text."""
+    texts = read_text_sides(data)
+    dtype = smallest_dtype(tokenizer.size)
+    joined: list[JoinedDocuments] = []
+    for side in (texts.train, texts.held_out):
+        documents = [DocumentTokens(tokenizer.encode(text).astype(dtype)) for text in side]
+        joined.append(join_documents(documents, dtype, tokenizer.end.id))
+    train, held_out = joined
+    return Corpus(train.tokens, held_out.tokens, train.starts, held_out.starts, texts.skipped)
 
 
 def refuse_short_corpus(data: DataConfig, corpus: Corpus) -> None:

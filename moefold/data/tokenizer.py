@@ -1,7 +1,8 @@
-"""Tokenizers: UTF-8 bytes, the packaged vocabulary of Python's standard library, or a Hugging Face tokenizer.json.
+"""Tokenizers: UTF-8 bytes, the packaged vocabulary of Python's standard library, or a Hugging Face tokenizer.json, such
+as the one that a run trains on its own text (data/trained_vocabulary.py).
 
-Only this file uses the `tokenizers` library. `python -m tests.support.stdlib_tokenizer` makes the packaged vocabulary:
-byte pairs, 32,000 entries, each merge behind those before it. So its first N entries are a vocabulary of N entries.
+`python -m tests.support.stdlib_tokenizer` makes the packaged vocabulary: byte pairs, 32,000 entries, each merge behind
+those before it. So its first N entries are a vocabulary of N entries.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 
 from moefold.config.bounded_files import read_bounded_file
 from moefold.config.errors import UserError, printable_text
-from moefold.config.run import DataConfig
+from moefold.config.run import TRAINED, DataConfig
+from moefold.data.tokenizer_engine import cut_vocabulary, open_engine
 
 STDLIB_TOKENIZER = Path(__file__).parent / "stdlib_tokenizer" / "tokenizer.json"
 STDLIB_ENTRIES = 32_000  # the smallest vocabulary of a published preset
 LARGEST_BYTE_VOCAB = 1000  # above, bytes leave most of a vocabulary unused
-LEGAL_NAMES = "auto, byte, stdlib or the path of a tokenizer.json"
+LEGAL_NAMES = "auto, byte, stdlib, trained or the path of a tokenizer.json"
 
 
 class EndToken(NamedTuple):
@@ -189,6 +191,11 @@ def load_tokenizer(name: str, vocab: int, end_token: str = "") -> Tokenizer:
         packaged = STDLIB_TOKENIZER.read_text(encoding="utf-8")
         engine = open_engine(name, cut_vocabulary(packaged, vocab))
         return HuggingFaceTokenizer(engine, STDLIB_TOKENIZER.parent, end_token)
+    if name == TRAINED:
+        raise UserError(
+            "data.tokenizer = trained is a vocabulary that moefold train trains at the start of a run; "
+            "here set data.tokenizer to the tokenizer.json in the folder of such a run"
+        )
     try:
         path = Path(name).expanduser()
         if not path.is_file():
@@ -200,31 +207,3 @@ def load_tokenizer(name: str, vocab: int, end_token: str = "") -> Tokenizer:
         raise UserError(
             f"data.tokenizer = {printable_text(name)} is no usable path ({error}); expected {LEGAL_NAMES}"
         ) from None
-
-
-def open_engine(name: str, text: str) -> Any:
-    """The tokenizer that the text of a tokenizer.json describes."""
-    try:
-        from tokenizers import Tokenizer as Engine
-    except ImportError:
-        raise UserError(
-            f"data.tokenizer = {name} needs the tokenizers library, which is not installed; "
-            "run pip install 'moefold[hf]', or set data.tokenizer to byte"
-        ) from None
-    try:
-        return Engine.from_str(text)
-    except Exception as error:  # the library raises plain Exception for any text that it cannot read
-        raise UserError(f"data.tokenizer = {name} is not a tokenizer.json: {str(error)[:200]}") from None
-
-
-def cut_vocabulary(text: str, size: int) -> str:
-    """A byte-pair tokenizer.json with its first `size` entries. Ids behind those of bytes are merges, in order."""
-    tree = json.loads(text)
-    model = tree["model"]
-    vocabulary = model["vocab"]
-    merges = model["merges"]
-    surplus = max(0, len(vocabulary) - size)
-    entries = vocabulary.items()
-    model["vocab"] = {token: number for token, number in entries if number < size}
-    model["merges"] = merges[: len(merges) - surplus]
-    return json.dumps(tree)

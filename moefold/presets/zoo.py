@@ -8,11 +8,13 @@ from functools import partial
 from typing import NamedTuple
 
 from moefold.config.run import (
+    TRAINED,
     AttentionConfig,
     BalanceConfig,
     CheckpointConfig,
     Config,
     DataConfig,
+    MemoryConfig,
     ModelConfig,
     MoeConfig,
     OptimConfig,
@@ -140,12 +142,15 @@ def tiny() -> Config:
 
 @register_preset
 def starter() -> Config:
-    """The model of `make train`: `tiny` with a vocabulary of byte pairs, so that it writes words within minutes."""
+    """The model of `make train`: `tiny` with a vocabulary of byte pairs, trained on the spot, so that it writes words
+    within minutes."""
     config = tiny()
+    data = DataConfig(tokenizer=TRAINED)
+    memory = MemoryConfig(tape=True)
     model = replace(config.model, vocab=2048)
     train = TrainConfig(steps=380, global_batch=8, micro_batch=8, validate_every=95)
     checkpoint = CheckpointConfig(every=95)
-    return replace(config, model=model, train=train, checkpoint=checkpoint)
+    return replace(config, model=model, data=data, train=train, memory=memory, checkpoint=checkpoint)
 
 
 @register_preset

@@ -23,7 +23,7 @@ from moefold.config.base_formats import BASE_FORMATS
 from moefold.config.context_sending import keys_by_size
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
-from moefold.config.run import Config
+from moefold.config.run import TRAINED, Config
 from moefold.data.corpus import Corpus
 from moefold.data.dynamic_context import context_shape
 from moefold.data.flops_price import FlopsPrice
@@ -33,7 +33,7 @@ from moefold.data.prepared_corpus import PreparedCorpus
 from moefold.data.regrouped_samples import RegroupedSamples, largest_group_length
 from moefold.data.run_corpus import open_corpus, tokenizer_of_run
 from moefold.data.sequences import Sequences
-from moefold.data.tokenizer import Tokenizer, load_tokenizer
+from moefold.data.tokenizer import Tokenizer
 from moefold.dispatch.build import build_dispatcher, choose_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
@@ -78,6 +78,7 @@ from moefold.train.context_sending import resolve_sending
 from moefold.train.reference import FrozenWeights, Reference
 from moefold.train.routing_replay import open_replay
 from moefold.train.row_guard import NoBounds, StepGuard, make_row_guard
+from moefold.train.run_vocabulary import open_run_tokenizer
 from moefold.train.share_out import SharedOut, share_out_model
 
 
@@ -135,9 +136,11 @@ def assemble_run(
     corpus: Corpus | None = None,
     weights: Callable[[Transformer], None] | None = None,
     adapters: Callable[[Transformer], None] | None = None,
+    vocabulary: str | None = None,
 ) -> Run:
     """Build everything a run needs. `corpus` replaces the text that the configuration names; `weights` fills the model
-    with given weights instead of random ones, `adapters` its adapters."""
+    with given weights instead of random ones, `adapters` its adapters; `vocabulary` is a tokenizer.json that the run
+    has trained."""
     config = resolve_auto_values(config, world)
     config = resolve_tokenizer(config, corpus)
     config = check_config(config, world.size)
@@ -145,7 +148,7 @@ def assemble_run(
     config, context_reason = resolve_context(config, world)
     config, dispatcher_reason = resolve_dispatcher(config, world)
     torch.manual_seed(config.train.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
+    tokenizer = open_run_tokenizer(config, world, out, vocabulary)
     text = corpus or open_corpus(config.data, tokenizer, config.model.vocab)
     if world.size > 1:
         require_agreement({"fingerprint of the data": text.fingerprint()}, world)
@@ -285,8 +288,8 @@ def with_sending(config: Config, kernels: BoundKernels, world: World) -> Config:
 
 
 def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:
-    """The configuration with the tokenizer of its text. A given corpus has no text: auto means bytes, for samples."""
-    if config.data.tokenizer == "auto" and corpus is not None:
+    """The configuration with the tokenizer of its text. A given corpus has no text: its samples are shown as bytes."""
+    if config.data.tokenizer in ("auto", TRAINED) and corpus is not None:
         tokenizer = "byte"
     else:
         tokenizer = tokenizer_of_run(config.data, config.model.vocab)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.format.boxes import whole_box
+from moefold.checkpoint.format.storage import StoragePath
 from moefold.checkpoint.hf.config_json import FAMILIES, config_json_for, describe_model, family_for_model
 from moefold.checkpoint.hf.dequantise import FP8_SCALE_SUFFIX
 from moefold.checkpoint.hf.export import WrittenDtypes, iterate_hf_tensors, written_dtypes
@@ -41,12 +42,13 @@ from moefold.checkpoint.live.logical_tensors import torch_dtype_text
 from moefold.checkpoint.live.saved_model import SavedModel
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import with_values
-from moefold.config.run import Config, DataConfig, LoraConfig, ModelConfig
+from moefold.config.run import TRAINED, Config, DataConfig, LoraConfig, ModelConfig
 from moefold.data.tokenizer import STDLIB_ENTRIES, STDLIB_TOKENIZER
 from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
 from moefold.observe.printer import Printer
 from moefold.train.layerwise_logits import logits_by_layer
+from moefold.train.run_vocabulary import VOCABULARY_FILE, vocabulary_of_checkpoint
 
 LOGITS_TOLERANCE = 1e-5  # of an upcycled model's fp32 logits, relative to the largest of the dense model's
 COMPARED_TOKENS = 64
@@ -245,7 +247,7 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     saved = SavedModel(found)
     biases = nonzero_biases(saved, config.model.moe.experts)
     data = config.data
-    tokenizer = tokenizer_folder(data.tokenizer, config.model.vocab)
+    tokenizer = tokenizer_folder(data.tokenizer, config.model.vocab, found.path)
     source = WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases)
     source = replace(source, data=data, step=found.state["step"])
     if not config.lora.rank:
@@ -268,14 +270,26 @@ def nonzero_biases(saved: SavedModel, experts: int) -> tuple[str, ...]:
     return tuple(nonzero)
 
 
-def tokenizer_folder(tokenizer: str, vocab: int) -> Path | None:
+def tokenizer_folder(tokenizer: str, vocab: int, checkpoint: StoragePath) -> Path | None:
     """The folder of a tokenizer's files; None for bytes, and for the packaged vocabulary cut to a smaller one."""
+    if tokenizer == TRAINED:
+        return trained_tokenizer(checkpoint).parent
     if tokenizer == "stdlib":
         return STDLIB_TOKENIZER.parent if vocab >= STDLIB_ENTRIES else None
     path = Path(tokenizer).expanduser()
     if tokenizer == "byte" or not path.is_file():
         return None
     return path.parent
+
+
+def trained_tokenizer(checkpoint: StoragePath) -> Path:
+    found = vocabulary_of_checkpoint(checkpoint)
+    if found is None:
+        raise UserError(
+            f"{checkpoint} was trained with data.tokenizer = trained, and there is no {VOCABULARY_FILE} in the folder "
+            "of its run; put the one of this run there"
+        )
+    return found
 
 
 def upcycled_source(dense: WeightSource, request: ConvertRequest) -> WeightSource:

@@ -69,6 +69,7 @@ from moefold.train.resume import (
 )
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
+from moefold.train.run_vocabulary import keep_vocabulary
 from moefold.train.spike_log import SpikeLog
 from moefold.train.step import StepReport, sequences_of_step, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
@@ -117,10 +118,13 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
     newest = find_kept(kept, checkpoint_folder(config, out), world, say) if start.resume else None
     # Build the run, and make sure that its checkpoints fit before any step is spent.
     weights = adapters = None
-    if newest is None and not resumes_own(start, config, world, out):
+    is_own = newest is not None or resumes_own(start, config, world, out)
+    if not is_own:
         weights = weights_of_start(start, config, world, out, say)
         adapters = start.lora_from and starting_adapters(start.lora_from, config, world, say)
-    run = assemble_run(config, world, out, weights=weights, adapters=adapters)
+    earlier = None if newest else earlier_run(start, is_own, out)
+    vocabulary = keep_vocabulary(config, world, out, earlier, start.resume is not None, say)
+    run = assemble_run(config, world, out, weights=weights, adapters=adapters, vocabulary=vocabulary)
     require_space_for_checkpoint(run)
     require_keeper_room(run, kept)
     # Continue from a checkpoint, and write down the settings that are in effect.
@@ -152,6 +156,13 @@ def resumes_own(start: RunStart, config: Config, world: World, out: Path) -> boo
     """Whether a checkpoint of the run is to be resumed, which would replace weights of a start."""
     own = checkpoint_folder(config, out)
     return bool(start.resume and run_on_rank_zero(partial(checkpoints_at, own), world, own))
+
+
+def earlier_run(start: RunStart, is_own: bool, out: Path) -> str | Path | None:
+    """The run, or one of its checkpoints, whose weights and vocabulary are the start; None: there is none."""
+    if start.resume not in (None, "auto"):
+        return start.resume
+    return out if is_own else start.init_from
 
 
 def weights_of_start(start: RunStart, config: Config, world: World, out: Path, say: Printer) -> WeightFiller | None:

@@ -11,7 +11,7 @@ import torch
 from moefold.checkpoint.format.boxes import box_slices, relative_box
 from moefold.checkpoint.hf.read_weights import expert_boxes, local_tensors
 from moefold.config.errors import UserError
-from moefold.config.run import CapacityConfig, Config, ModelConfig
+from moefold.config.run import TRAINED, CapacityConfig, Config, ModelConfig
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer, choose_tokenizer, load_tokenizer
 from moefold.generate.likelihood import Continuation, Likelihood, score_continuations
 from moefold.generate.next_logits import TokenIds
@@ -27,6 +27,7 @@ from moefold.train.convert import (
     source_from_folder,
 )
 from moefold.train.from_hf import WeightFiller, build_to_evaluate, starting_weights
+from moefold.train.run_vocabulary import VOCABULARY_FILE
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def open_tokenizer(folder: Path, source: WeightSource) -> Tokenizer:
     data = source.data
     if data is not None:
         name = choose_tokenizer(data, vocab)
+        if name == TRAINED and source.tokenizer is not None:
+            name = str(source.tokenizer / VOCABULARY_FILE)
         return load_tokenizer(name, vocab, data.end_token)
     path = folder / "tokenizer.json"
     if not path.is_file():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
-from moefold.bench.turns import StepCost, median_cost, times_faster
+from moefold.bench.turns import WARM_UP_STEPS, StepCost, median_cost, times_faster, warm_contenders
 from moefold.cli.bench import run_command
 from moefold.config.errors import UserError
 
@@ -26,6 +27,24 @@ def test_the_fastest_of_transformers_counts_for_each_clock_by_itself():
     costs = {"tape": StepCost(2.0, 4.0, 0), "eager": StepCost(3.0, 9.0, 7), "grouped_mm": StepCost(5.0, 8.0, 7)}
     assert times_faster(costs) == {"tape": (1.5, 2.0)}
     assert times_faster({"tape": costs["tape"]}) == {}
+
+
+def test_a_contender_with_a_first_step_far_longer_than_the_fastest_leaves_after_it():
+    steps: list[str] = []
+
+    def contender(name: str, milliseconds: float):
+        def take_step() -> None:
+            steps.append(name)
+            end = time.process_time() + milliseconds / 1e3
+            while time.process_time() < end:
+                pass
+
+        return take_step
+
+    contenders = {"plain": contender("plain", 4), "slow": contender("slow", 80), "near": contender("near", 8)}
+    assert list(warm_contenders(contenders)) == ["plain", "near"]
+    assert steps.count("slow") == 1
+    assert steps.count("near") == WARM_UP_STEPS
 
 
 def test_the_median_of_each_figure_counts():

@@ -708,6 +708,19 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--pipeline.layout=Edd|ttL --parallel.pp=2", 2, "calls layer 0 dense"),
         ("--pipeline.layout=Ettt|ttL --parallel.pp=2", 2, "1 too many"),
     ],
+    "a vocabulary is trained on text": [
+        ("--data.tokenizer=trained --data.source=zipf --model.vocab=999", 1, "data.source = zipf"),
+        ("--data.tokenizer=trained --data.source=prepared --data.files=x --model.vocab=999", 1, "prepared"),
+        (
+            "--data.tokenizer=trained --data.format=pairs --data.source=files --data.files=x --model.vocab=999",
+            1,
+            "data.format = pairs",
+        ),
+    ],
+    "a trained vocabulary has all bytes": [("--data.tokenizer=trained --model.vocab=256", 1, "model.vocab = 256")],
+    "a trained vocabulary lies above its checkpoints": [
+        ("--data.tokenizer=trained --model.vocab=999 --checkpoint.path=/x", 1, "checkpoint.path = /x")
+    ],
     "there are pieces for all stages": [("--parallel.pp=4 --pipeline.vpp=2", 4, "= 8 stages")],
     "several stages need several ranks": [("--pipeline.vpp=2", 1, "pipeline.vpp = 2")],
 }

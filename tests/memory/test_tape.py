@@ -142,9 +142,12 @@ def test_what_stands_in_the_way_of_a_graph_stands_in_the_way_of_a_tape():
     plain = small_config()
     config = replace(plain, memory=replace(plain.memory, tape=True))
     assert not tape_obstacles(config, 1)
-    assert any("several" in reason or "ranks" in reason for reason in tape_obstacles(config, 2))
+    assert tape_obstacles(config, 2) == ["a tape is of the step of a single rank, and this run has 2 ranks"]
     on_a_gpu = replace(config, train=replace(config.train, device="cuda"))
-    assert any("cuda" in reason for reason in tape_obstacles(on_a_gpu, 1))
+    assert tape_obstacles(on_a_gpu, 2) == ["train.device = cuda: a tape is of a step on a CPU"]
+    samples = replace(config, data=replace(config.data, batch_of="samples"))
+    (obstacle,) = tape_obstacles(samples, 1)
+    assert "memory.tape = true" in obstacle, "a reader did not set memory.graphs"
     assert tape_obstacles(plain, 1) == ["memory.tape = false"]
 
 

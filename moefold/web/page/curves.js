@@ -53,7 +53,7 @@ function drawCurves(plot, width, shown, { title, unit, zero, axis }) {
     svg.append(make("text", { x: left - 7, y: y(value) + 4, "text-anchor": "end" }, short(value)));
   }
   svg.append(make("line", { class: "axis", x1: left, x2: left + w, y1: top + h, y2: top + h }));
-  for (const mark of ticks(from / axis.unit, to / axis.unit, Math.max(3, w / 70), view.x !== "time"))
+  for (const mark of ticks(from / axis.unit, to / axis.unit, Math.max(4, w / 70), view.x !== "time"))
     svg.append(make("text", { x: x(mark * axis.unit), y: top + h + 17, "text-anchor": "middle" }, short(mark, 4)));
   svg.append(make("text", { x: left + w / 2, y: height - 5, "text-anchor": "middle" }, axis.title));
   for (const s of shown) drawSeries(svg, s, x, y);

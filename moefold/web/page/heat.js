@@ -82,7 +82,7 @@ function paint(canvas, w, h, { rows, columns, value, colour }) {
 function columnMarks(columns, w) {
   const n = columns.count;
   if (!columns.first) return ticks(0, n - 1, w / 50, true).map((i) => [(i + 0.5) / n, short(i, 4)]);
-  const wanted = ticks(columns.first[0], columns.last[n - 1], Math.min(w / 80, n), true);
+  const wanted = ticks(columns.first[0], columns.last[n - 1], Math.min(Math.max(4, w / 80), n), true);
   const found = new Map();
   for (const step of wanted) {
     const c = columns.last.findIndex((last) => last >= step);
