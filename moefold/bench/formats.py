@@ -10,7 +10,7 @@ T tokens, K experts of a token, D hidden width, F inner width, E experts.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,16 +20,15 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.api.moe_layer import MoeLayer, layer_recipes
+from moefold.api.moe_layer import MoeLayer
 from moefold.bench.clock import median_seconds
 from moefold.bench.layer import LAYER_SHAPES, BuiltLayer, LayerBuilder, LayerForward, LayerShape, transformers_layer
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import FormatsOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, report_table, show_report
+from moefold.bench.timed_recipes import set_precision_keys
 from moefold.bench.versions import installed_version
 from moefold.config.errors import all_of
-from moefold.precision.recipes import attach_recipes
-from moefold.train.assemble import choose_kernels
 from moefold.train.step_profile import storage_address, unpacked_as_saved
 
 CPU_SHAPES = {  # the same kinds of layers, scaled down
@@ -189,13 +188,8 @@ def clear_tokens(x_ND: Tensor, router_ED: Tensor, shape: LayerShape) -> Tensor:
 
 def moefold_contender(shape: LayerShape, variant: Variant, device: str, dtype: torch.dtype) -> BuiltLayer:
     sizes = shape.hidden, shape.experts, shape.top_k, shape.ffn
-    recipe = variant.recipe
-    module = MoeLayer(*sizes, device=device, dtype=dtype, initialise=False, recipe=recipe)
-    config = module.config
-    precision = replace(config.precision, **variant.options)
-    kernels = choose_kernels(config, module.world)
-    recipes = layer_recipes(config)
-    attach_recipes(module.layer, recipes, kernels, precision)
+    module = MoeLayer(*sizes, device=device, dtype=dtype, initialise=False)
+    set_precision_keys(module, {"recipe": variant.recipe, **variant.options})
 
     def forward_alone(h_TD: Tensor) -> Tensor:
         output_TD, _ = module(h_TD)

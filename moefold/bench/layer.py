@@ -26,9 +26,18 @@ from moefold.bench.clock import Work, wall_clock_seconds
 from moefold.bench.machine import GIB, free_device_memory, machine_facts, resolve_device, resolve_dtype
 from moefold.bench.options import LayerOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, report_table, show_report
+from moefold.bench.timed_recipes import (
+    PrecisionKeys,
+    changed_keys,
+    fill_histories,
+    recipes_in,
+    recipes_title,
+    set_precision_keys,
+)
 from moefold.bench.versions import installed_version
 from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
+from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
 
 
@@ -86,11 +95,13 @@ def run_benchmark(options: LayerOptions) -> int:
 
 
 def moefold_layer(
-    layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool = False, recipe: str = "plain"
+    layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool = False, precision: PrecisionKeys | None = None
 ) -> BuiltLayer:
     """`moefold.MoeLayer`, with kernels chosen as in a run; with `zipf`, expert ids are imposed."""
     shape = layer.hidden, layer.experts, layer.top_k, layer.ffn
-    module = MoeLayer(*shape, device=device, dtype=dtype, initialise=False, recipe=recipe)
+    module = MoeLayer(*shape, device=device, dtype=dtype, initialise=False)
+    if precision:
+        set_precision_keys(module, precision)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
     expert_ids = zipf_expert_ids(layer, device) if zipf else None
@@ -150,6 +161,8 @@ def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torc
         module.zero_grad(set_to_none=True)
         forward(h_TD).backward(d_TD)
 
+    world = single_rank_world(device)
+    fill_histories(module, world, forward_backward)
     for _ in range(3):  # warm-up: compilation, autotuning, the allocator
         forward_backward()
     saved = saved_bytes(forward, h_TD, device)
@@ -224,6 +237,8 @@ def layer_report(options: LayerOptions) -> Report:
     dtype = DTYPES[dtype_name]
     names = all_of("layer", options.layer, LAYER_SHAPES)
     recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
+    keys = changed_keys(options)
+    precisions = {recipe: {"recipe": recipe, **keys} for recipe in recipes}
     layers = {"small": CPU_SHAPE}
     if device == "cuda":
         chosen = names or LAYER_SHAPES
@@ -232,24 +247,26 @@ def layer_report(options: LayerOptions) -> Report:
     for name, layer in layers.items():
         row: Row = {"layer": name, **asdict(layer)}
         results.append(row)
-        contenders = layer_contenders(layer, device, dtype, recipes)
+        contenders = layer_contenders(layer, device, dtype, precisions)
         for contender, build_layer in contenders.items():
             built = build_layer()
             timing = measure_layer(built, layer, device, dtype, options.repeat)
             row[contender] = timing._asdict()
             free_device_memory(device)
-    return machine_facts(device) | {"results": results}
+    return machine_facts(device) | {"precision": keys, "results": results}
 
 
-def layer_contenders(layer: LayerShape, device: str, dtype: torch.dtype, recipes: list[str]) -> dict[str, LayerBuilder]:
+def layer_contenders(
+    layer: LayerShape, device: str, dtype: torch.dtype, precisions: dict[str, PrecisionKeys]
+) -> dict[str, LayerBuilder]:  # fmt: skip
     build = partial(moefold_layer, layer, device, dtype)
     contenders: dict[str, LayerBuilder] = {}
     contenders["ours"] = build
     contenders["ours_zipf"] = partial(build, zipf=True)
     if installed_version("transformers"):
         contenders["transformers"] = partial(transformers_layer, layer, device, dtype)
-    for recipe in recipes:
-        contenders[recipe] = partial(build, recipe=recipe)
+    for recipe, keys in precisions.items():
+        contenders[recipe] = partial(build, precision=keys)
     return contenders
 
 
@@ -270,14 +287,14 @@ def print_layer_report(report: Report) -> None:
         table.add_row(row["layer"], *cells)
     Console().print(table)
     first = report["results"][0]
-    recipes = [name for name in RECIPE_SPECS if name in first]
+    recipes = recipes_in(first)
     if recipes:
         print_recipes(report, recipes)
 
 
 def print_recipes(report: Report, recipes: list[str]) -> None:
     """One line for each layer and recipe, beside the layer without one."""
-    table = report_table("precision recipes", caption=RECIPE_CAPTION, box=SIMPLE_HEAD)
+    table = report_table(recipes_title(report), caption=RECIPE_CAPTION, box=SIMPLE_HEAD)
     table.add_column("layer", no_wrap=True)
     table.add_column("recipe", no_wrap=True)
     add_number_columns(table, "TF/s", "cool", "ms", "of plain", "GiB", "GiB of plain")

@@ -54,7 +54,23 @@ class KernelsOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
-class LayerOptions(DeviceOptions):
+class TimedRecipeOptions(DeviceOptions):
+    """Options of subjects that time number formats beside plain."""
+
+    recipe: tuple[str, ...] = ()
+    """Number formats of products, timed beside plain, such as fp8_block."""
+    scaling: Literal["current", "delayed"] = "current"
+    """Scales of fp8_tensor and fp8_row, as precision.scaling."""
+    accumulate: Literal["promoted", "fast"] = "promoted"
+    """Sums of fp8_tensor and fp8_row, as precision.accumulate."""
+
+    def precision_keys(self) -> dict[str, str]:
+        """Of the section `precision`, for every recipe."""
+        return {"scaling": self.scaling, "accumulate": self.accumulate}
+
+
+@dataclass(frozen=True)
+class LayerOptions(TimedRecipeOptions):
     """Time one MoE layer of known models, forward and backward, against transformers' where it is installed."""
 
     layer: tuple[str, ...] = ()
@@ -63,15 +79,13 @@ class LayerOptions(DeviceOptions):
     """Data type of the layer; auto: bf16 on a GPU, fp32 on a CPU."""
     repeat: int = 20
     """Timed repetitions; the median is shown."""
-    recipe: tuple[str, ...] = ()
-    """Number formats of the experts' products, timed beside plain, such as fp8_block."""
 
     def check_values(self) -> None:
         require_positive("repeat", self.repeat)
 
 
 @dataclass(frozen=True)
-class StepOptions(DeviceOptions):
+class StepOptions(TimedRecipeOptions):
     """Time whole training steps of known models, against transformers' where it is installed."""
 
     model: tuple[str, ...] = ()
@@ -80,8 +94,12 @@ class StepOptions(DeviceOptions):
     """Timed steps."""
     out: Path | None = None
     """Folder for the profile and trace of one step of each model, and for the figures measured so far."""
-    recipe: tuple[str, ...] = ()
-    """Precision recipes, timed beside plain, such as fp8_block."""
+    storage: Literal["plain", "fp8"] = "plain"
+    """Weights that products read in FP8, as precision.storage."""
+
+    def precision_keys(self) -> dict[str, str]:
+        keys = super().precision_keys()
+        return {**keys, "storage": self.storage}
 
     def check_values(self) -> None:
         require_positive("steps", self.steps)
@@ -98,6 +116,17 @@ class PackingOptions(DeviceOptions):
 
     def check_values(self) -> None:
         require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
+class ProjectionsOptions(TimedRecipeOptions):
+    """Time dense products of quantised operands at sizes of attention and MLPs, beside the plain ones."""
+
+    repeat: int = 20
+    """Timed repetitions; the median is shown."""
+
+    def check_values(self) -> None:
+        require_positive("repeat", self.repeat)
 
 
 @dataclass(frozen=True)

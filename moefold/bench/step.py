@@ -40,6 +40,13 @@ from moefold.bench.report import (
     show_report,
     tell_progress,
 )
+from moefold.bench.timed_recipes import (
+    PrecisionKeys,
+    changed_keys,
+    recipes_in,
+    recipes_title,
+    with_precision_keys,
+)
 from moefold.bench.versions import installed_version
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
 from moefold.config.errors import all_of
@@ -246,7 +253,9 @@ def step_report(options: StepOptions) -> Report:
     recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
     out = options.out
     results: list[Row] = []
-    report = machine_facts(device) | {"results": results}
+    keys = changed_keys(options)
+    precisions = {recipe: {"recipe": recipe, **keys} for recipe in recipes}
+    report = machine_facts(device) | {"precision": keys, "results": results}
     for name in names or STEP_GOALS:
         config = step_bench_config(name, device)
         layers = config.model.layers
@@ -254,7 +263,7 @@ def step_report(options: StepOptions) -> Report:
         row["goal"] = vars(STEP_GOALS[name])
         results.append(row)
         folder = out / name if out else None
-        contenders = step_contenders(config, options.steps, folder, recipes)
+        contenders = step_contenders(config, options.steps, folder, precisions)
         for contender, measure in contenders.items():
             timing = measure()
             free_device_memory(device)
@@ -271,14 +280,13 @@ def timing_text(timing: StepTiming) -> str:
 
 
 def step_contenders(
-    config: Config, steps: int, profile: Path | None, recipes: list[str]
+    config: Config, steps: int, profile: Path | None, precisions: dict[str, PrecisionKeys]
 ) -> dict[str, StepTimer]:  # fmt: skip
     contenders: dict[str, StepTimer] = {}
     contenders["ours"] = partial(time_moefold_steps, config, steps, profile)
-    for recipe in recipes:
-        precision = replace(config.precision, recipe=recipe)
+    for recipe, keys in precisions.items():
         folder = profile / recipe if profile else None
-        variant = replace(config, precision=precision)
+        variant = with_precision_keys(config, keys)
         contenders[recipe] = partial(time_moefold_steps, variant, steps, folder)
     if installed_version("transformers"):
         contenders["transformers"] = partial(time_transformers_steps, config, steps)
@@ -287,7 +295,8 @@ def step_contenders(
 
 def print_step_report(report: Report) -> None:
     heading = report_heading(report)
-    table = report_table(heading, caption=STEP_CAPTION)
+    caption = f"{STEP_CAPTION}\n{recipes_title(report)}" if report["precision"] else STEP_CAPTION
+    table = report_table(heading, caption=caption)
     table.add_column("model, layers", no_wrap=True)
     add_number_columns(table, "tokens/s", "goal", "TF/s", "peak", "most")
     add_number_columns(table, "HF", "HF peak", "times")
@@ -295,7 +304,7 @@ def print_step_report(report: Report) -> None:
         title = f"{row['model']}, {row['layers']}"
         cells = own_cells(row) + transformers_cells(row)
         table.add_row(title, *cells)
-        for recipe in filter(row.__contains__, RECIPE_SPECS):
+        for recipe in recipes_in(row):
             cells = own_cells(row, recipe)
             table.add_row(f"  {recipe}", *cells)
     Console().print(table)

@@ -25,6 +25,7 @@ SUBJECTS = {
     "kernels": BenchSubject(bench_options.KernelsOptions, "every implementation of every operation"),
     "layer": BenchSubject(bench_options.LayerOptions, "MoE layers of known models"),
     "step": BenchSubject(bench_options.StepOptions, "whole training steps of known models"),
+    "projections": BenchSubject(bench_options.ProjectionsOptions, "dense products of quantised operands"),
     "lora": BenchSubject(bench_options.LoraOptions, "adapters beside a frozen base", takes_config_keys=True),
     "transformers": BenchSubject(bench_options.TransformersOptions, "transformers' steps with moefold inside"),
     "packing": BenchSubject(bench_options.PackingOptions, "steps on packed documents, whole sequences, padded rows"),

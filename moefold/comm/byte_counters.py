@@ -29,10 +29,20 @@ ACTIVE_COUNTERS: list[ActiveCounter] = []
 def note_bytes_sent(what: str, axis: Axis, sent: int) -> None:
     """Bytes that leave this rank in one collective, as a ring would send them."""
     note_collective(what, axis.name)
+    count_bytes(what, axis, sent)
+
+
+def count_bytes(what: str, axis: Axis, sent: int) -> None:
+    """Count bytes that go between this rank and others."""
     here = threading.get_ident()
     for counter in list(ACTIVE_COUNTERS):
         if counter.thread in (None, here):
             counter.sent[what, axis.name] += sent
+
+
+def bytes_are_counted() -> bool:
+    """Whether anything is counted: a number that only the device knows is read for a counter alone."""
+    return bool(ACTIVE_COUNTERS)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moefold.anatomy.announced_choices import blocks_of_tokens, columns_of_counts
 from moefold.comm.arena import Arena
+from moefold.comm.byte_counters import bytes_are_counted, count_bytes
 from moefold.comm.part_sizes import TURNS, aligned_bytes
 from moefold.config.errors import UserError
 from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows, most_padded_rows, plan_parts
@@ -116,6 +117,7 @@ class ArenaDispatcher:
         position_E = self.experts.lookup_table("positions", ids_TK.device)
         tail = self.arena.tail
         self.announce_choices(ids_TK, weights_TK, position_E, self.index, kept.number, *rooms, tail)
+        self.count_choices(rooms)
         self.arena.exchange("choices")
         shape = self.arrival_shape(*ids_TK.shape)
         lost = None if tail is None else tail.lost
@@ -187,6 +189,7 @@ class ArenaDispatcher:
         width = x_TD.shape[1]
         rooms = self.arena.arena_rooms.together(self.rows.arriving + 1, width, x_TD.dtype)
         turn = self.arena.number % TURNS
+        self.count_rows(what, leg.slots_Ts, x_TD)
         self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, rooms, turn, room_s, self.arena.tail)
         self.arena.exchange(what)
         own = rooms[self.index]
@@ -195,6 +198,7 @@ class ArenaDispatcher:
     def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: ArenaLeg) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
         rooms = self.rooms_for(y_RD)
+        self.count_rows("results", leg.slots_Ts, y_RD)
         self.sum_rows_into(y_RD, order.slots_NK, rooms[self.index], self.arena.tail)
         self.arena.exchange("results")
         return self.sum_peer_rows(rooms, leg.slots_Ts)
@@ -202,6 +206,7 @@ class ArenaDispatcher:
     def sum_back(self, y_ND: Tensor, leg: ArenaLeg, what: str) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
         rooms = self.rooms_for(y_ND)
+        self.count_rows(what, leg.slots_Ts, y_ND)
         own = rooms[self.index]
         own[: len(y_ND)].copy_(y_ND)
         self.arena.exchange(what)
@@ -210,6 +215,22 @@ class ArenaDispatcher:
     def rooms_for(self, x: Tensor) -> list[Tensor]:
         width = x.shape[1]
         return self.arena.rooms(self.rows.arriving + 1, width, x.dtype)
+
+    def count_choices(self, rooms: PlanRooms) -> None:
+        """Count what this rank writes to the others: its part of each room of a plan."""
+        others = self.arena.axis.size - 1
+        written = [of_ranks[self.index][self.index].nbytes for of_ranks in rooms]
+        count_bytes("choices", self.arena.axis, others * sum(written))
+
+    def count_rows(self, what: str, slots_Ts: Tensor, x: Tensor) -> None:
+        """Count the rows like `x` that this rank writes to the rooms of others, or reads there."""
+        if not bytes_are_counted():
+            return
+        elsewhere_Ts = slots_Ts >= 0
+        elsewhere_Ts[:, self.index] = False
+        rows = int(elsewhere_Ts.sum())
+        row_bytes = x.shape[1] * x.itemsize
+        count_bytes(what, self.arena.axis, rows * row_bytes)
 
 
 def by_sender(rooms: list[Tensor], senders: int) -> list[Tensor]:

@@ -30,6 +30,22 @@ def test_every_timing_is_printed_as_it_is_measured_and_a_profile_is_written(
     assert (tmp_path / "qwen3-30b-a3b" / "trace.json").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the full models would run")
+def test_recipes_are_timed_with_the_options_of_a_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moefold.bench.step.installed_version", lambda _: None)
+    words = ["step", "--steps", "1", "--model", "qwen3-30b-a3b", "--json"]
+    assert run_command([*words, "--recipe", "fp8_tensor", "--storage", "fp8", "--scaling", "delayed"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["precision"] == {"scaling": "delayed", "storage": "fp8"}
+    (row,) = report["results"]
+    assert row["fp8_tensor"]["tokens_per_s"] > 0
+    assert row["fp8_tensor"]["last_loss"] != row["ours"]["last_loss"]
+    with pytest.raises(UserError, match="storage"):
+        run_command([*words, "--recipe", "fp8_row", "--storage", "fp8"])
+
+
 @pytest.mark.parametrize("name", STEP_GOALS)
 def test_the_models_are_the_presets_at_four_sequences_of_4096(name: str):
     config = step_bench_config(name, "cuda")

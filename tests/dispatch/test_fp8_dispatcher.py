@@ -11,7 +11,15 @@ import torch
 
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.errors import UserError
-from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from moefold.config.run import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoeConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from moefold.dispatch.base import Dispatcher, Receipt, Routing, RowPolicy
 from moefold.dispatch.build import DispatchSetting, build_dispatcher, with_fp8_payloads
 from moefold.dispatch.expert_placement import contiguous_placement
@@ -30,14 +38,15 @@ FP64 = BoundKernels(Facts("cpu", "fp64", hidden=WIDTH, ffn=INNER))
 BF16 = BoundKernels(Facts("cpu", "bf16", hidden=WIDTH, ffn=INNER))
 MOST_BYTES = 0.53  # of bf16's
 WORLDS = [(4, {"ep": 4}), (4, {"ep": 2, "etp": 2}), (8, {"ep": 8}), (8, {"ep": 4, "etp": 2})]
-REMOTE = [name for name in DISPATCHERS if name != "local"]
+REMOTE = [*(name for name in DISPATCHERS if name != "local"), "symmetric"]
 
 
 def choose(name: str, kernels: BoundKernels, world: World, gradient: str = "e5m2", **precision: Any) -> Dispatcher:
-    model = ModelConfig(hidden=WIDTH, moe=MoeConfig(experts=EXPERTS, ffn=INNER))
+    model = ModelConfig(hidden=WIDTH, moe=MoeConfig(experts=EXPERTS, ffn=INNER, top_k=K))
     parallel = ParallelConfig(ep=world.ep.size, etp=world.etp.size, dispatcher=name)
+    train = TrainConfig(precision="fp64", micro_batch=1)
     formats = PrecisionConfig(dispatch="fp8", combine_gradient=gradient, **precision)  # pyright: ignore[reportArgumentType]
-    config = Config(model=model, parallel=parallel, train=TrainConfig(precision="fp64"), precision=formats)
+    config = Config(model=model, parallel=parallel, train=train, data=DataConfig(seq_len=TOKENS), precision=formats)
     return build_dispatcher(config, kernels, world)
 
 
@@ -52,7 +61,9 @@ def compare(world: World) -> Found:
     """By dispatcher: the distance of each result from the local dispatcher on the tokens of all ranks, and the bytes of
     each way as a share of bf16's."""
     parallel = ParallelConfig(ep=world.ep.size, etp=world.etp.size)
-    here = create_world(world.rank, world.size, world.device, parallel, node_size=2)
+    two_nodes, one_node = (
+        create_world(world.rank, world.size, world.device, parallel, node_size) for node_size in (2, world.size)
+    )
     ranks = range(world.size)
     up, down = numbers(EXPERTS, INNER, WIDTH, seed=1), numbers(EXPERTS, WIDTH, INNER, seed=2)
     ids = [liked(rank, K, tokens=TOKENS) for rank in ranks]
@@ -65,12 +76,13 @@ def compare(world: World) -> Found:
     gradient = rounded(torch.cat(directions), E5M2)
     y, dh, dg, d_up, d_down = through(local, FP64, torch.cat(ids), leaves, gradient)
     mine = slice(world.rank * TOKENS, (world.rank + 1) * TOKENS)
-    ep, etp = here.ep, here.etp
+    ep, etp = one_node.ep, one_node.etp
     experts = slice(ep.index * EXPERTS // ep.size, (ep.index + 1) * EXPERTS // ep.size)
     inner = slice(etp.index * INNER // etp.size, (etp.index + 1) * INNER // etp.size)
     expected = (y[mine], dh[mine], dg[mine], d_up[experts, inner], d_down[experts, :, inner])
     found: Found = {}
     for name in REMOTE:
+        here = one_node if name == "symmetric" else two_nodes
         own = [*held[world.rank], up[experts, inner], down[experts, :, inner]]
         own = [x.clone().requires_grad_() for x in own]
         values = through(choose(name, FP64, here), FP64, ids[world.rank], own, directions[world.rank])

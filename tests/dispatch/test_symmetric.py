@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.errors import UserError
 from moefold.config.run import Config, DataConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
@@ -65,9 +66,16 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().max().item() if a.numel() else 0.0
 
 
+def rows_elsewhere(ids_TK: torch.Tensor, world: World) -> int:
+    """A token once for each other rank that has a part of one of its experts."""
+    ep, etp = world.ep, world.etp
+    homes = [{expert * ep.size // EXPERTS for expert in chosen} for chosen in ids_TK.tolist()]
+    return sum(etp.size * len(ranks) - (ep.index in ranks) for ranks in homes)
+
+
 def compare(world: World, routing: str, dispatchers: dict[str, Dispatcher], dtype: torch.dtype) -> dict[str, Any]:
     """Distances of the symmetric dispatcher from the local one on the tokens of all ranks; whether its bits are those
-    of dedup and of a second run; and where the host waited."""
+    of dedup and of a second run; where the host waited; and counted bytes of tokens beside those that leave."""
     ids = [ids_of(routing, rank) for rank in range(world.size)]
     k = ids[0].shape[1]
     h = [numbers(len(chosen), WIDTH, seed=10 + rank).to(dtype) for rank, chosen in enumerate(ids)]
@@ -92,10 +100,14 @@ def compare(world: World, routing: str, dispatchers: dict[str, Dispatcher], dtyp
     again = run("symmetric") if routing == "random" else values
     off = dict(zip(VALUES, map(distance, values, expected), strict=True))
     dedup = run("dedup") if routing in ("random", SILENT) else values
-    order = dispatchers["symmetric"].plan(Routing(gates[world.rank], ids[world.rank])).order
+    receipt = dispatchers["symmetric"].plan(Routing(gates[world.rank], ids[world.rank]))
+    with counted_bytes_sent() as sent:
+        dispatchers["symmetric"].dispatch(h[world.rank], receipt)
+    order = receipt.order
     behind = slice(int(order.ends_e[-1]), None)
     return {
         "off": off,
+        "sent": sent.total() - rows_elsewhere(ids[world.rank], world) * WIDTH * dtype.itemsize,
         "undefined rows": order.index_R[behind].max().item() if len(order.index_R[behind]) else -1,
         "scale": max(x.abs().max().item() if x.numel() else 0.0 for x in expected),
         "repeats": all(map(torch.equal, values, again)),
@@ -134,6 +146,7 @@ def test_it_gives_what_the_local_one_gives_twice_and_the_host_waits_for_nothing(
             require_local_values(found, TOLERANCES[precision], where)
             assert found["waits"] == [], where
             assert found["undefined rows"] == -1, where
+            assert found["sent"] == 0, where
             if layout != "ep 2, etp 2":
                 assert found["dedup"] == 0, where
 

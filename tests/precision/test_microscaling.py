@@ -10,7 +10,11 @@ import torch
 
 from moefold.cli.explain import EVERY_MICRO_OP
 from moefold.config.precision_recipes import RECIPE_SPECS
-from moefold.config.run import PrecisionConfig
+from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
+from moefold.dispatch.build import build_dispatcher
+from moefold.dispatch.expert_placement import contiguous_placement
+from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.kernels.linear.linear import grouped_linear, linear
@@ -19,13 +23,15 @@ from moefold.kernels.quantise.hadamard import random_hadamard
 from moefold.kernels.quantise.mxfp8 import dequantise_mxfp8, quantise_mxfp8
 from moefold.kernels.quantise.nvfp4 import dequantise_nvfp4, quantise_nvfp4, quantise_nvfp4_squares
 from moefold.kernels.registry import KernelOp
-from moefold.layout.axes import single_rank_world
+from moefold.layout.axes import World, single_rank_world
 from moefold.layout.declare import Declaration
-from moefold.layout.placement import REPLICATED
+from moefold.layout.placement import REPLICATED, sharded_over_experts
 from moefold.layout.token_numbers import computing_tokens
 from moefold.precision.linear import PlacedWeight
+from moefold.precision.micro_products import MicroOperand
 from moefold.precision.microscaling import MicroscalingRecipe
 from tests.support.fp8_interpreter import convert_by_torch
+from tests.support.ranks import run_ranks
 
 KERNELS = BoundKernels(Facts("cpu", "fp32"))
 WORLD = single_rank_world("cpu")
@@ -34,9 +40,10 @@ BOUND = {"mxfp8": 0.04, "nvfp4": 0.2}
 
 
 def recipe_of(
-    name: str, *shape: int, stacked: bool = False, kernels: BoundKernels = KERNELS, **options: Any
+    name: str, *shape: int, stacked: bool = False, kernels: BoundKernels = KERNELS, world: World = WORLD, **options: Any
 ) -> MicroscalingRecipe:
-    weight = PlacedWeight(Declaration(shape, REPLICATED, 1.0, stacked), WORLD)
+    placement = sharded_over_experts(1) if stacked else REPLICATED
+    weight = PlacedWeight(Declaration(shape, placement, 1.0, stacked), world)
     return MicroscalingRecipe(RECIPE_SPECS[name], replace(PrecisionConfig(), **options), kernels, "layer", weight)
 
 
@@ -238,3 +245,61 @@ def test_stochastic_gradients_are_right_in_the_mean():
         assert operand.rows.encode is not None
         total += values / operand.rows.encode
     assert error(total / draws, dy) < 0.015
+
+
+EXPERTS, TOKENS, CHOICES = 8, 24, 2
+Copies = dict[str, list[torch.Tensor]]  # by operand and expert: values and scales of its row copy and column copy
+
+
+def copies_of_experts(world: World, dispatcher: Dispatcher, ranks: range, name: str) -> list[Copies]:
+    """Of each expert here: copies of its rows as an input, and as a gradient with the tokens' numbers."""
+    tokens = torch.cat([numbers(TOKENS, 64, seed=10 + rank) for rank in ranks])
+    ids = torch.cat([numbers(TOKENS, EXPERTS, seed=20 + rank).topk(CHOICES).indices for rank in ranks])
+    number_T = torch.arange(TOKENS) + torch.tensor(ranks)[:, None] * TOKENS
+    receipt = dispatcher.plan(Routing(torch.ones(ids.shape), ids))
+    order = receipt.order
+    index = order.index_R.long()
+    x = dispatcher.dispatch(tokens, receipt).source_ND[index]
+    number_R = dispatcher.dispatch(number_T.view(-1, 1).float(), receipt).source_ND[index]
+    recipe = recipe_of(name, EXPERTS, 64, 64, stacked=True, world=world)
+    rows = ExpertRows(order.ends_e)
+    operands = {"input": recipe.input(x, rows), "gradient": recipe.gradient(x, rows, number_R.flatten().long())}
+    return [{what: of_expert(operand, e) for what, operand in operands.items()} for e in range(len(order.ends_e))]
+
+
+def of_expert(operand: MicroOperand, e: int) -> list[torch.Tensor]:
+    """Numbers of the row copy and of the column copy, and the scales of the matrix where the format has them."""
+    assert operand.rows is not None
+    rows, columns = operand.rows, operand.columns
+    height = 2 * columns.values.shape[-1] if columns.encode is not None else columns.values.shape[-1]
+    begin, padded_begin = (int(ends[e - 1]) if e else 0 for ends in (operand.ends_E, operand.padded_ends_E))
+    mine = slice(begin, int(operand.ends_E[e]))
+    blocks = slice(padded_begin // height, int(operand.padded_ends_E[e]) // height)
+    parts = [rows.values[mine], columns.values[blocks], columns.block_scales[blocks]]
+    if rows.scales is not None:
+        parts.append(rows.scales[mine])
+    if rows.encode is not None and columns.encode is not None:
+        parts += [rows.encode[mine], columns.encode[e]]
+    return [part.contiguous().view(torch.uint8) for part in parts]
+
+
+def copies_on_rank(world: World) -> dict[str, list[Copies]]:
+    """Through a dispatcher that keeps the order of an expert's rows."""
+    model = ModelConfig(hidden=64, moe=MoeConfig(experts=EXPERTS, ffn=64, top_k=CHOICES))
+    parallel = ParallelConfig(ep=world.ep.size, dispatcher="all_to_all")
+    config = Config(model=model, parallel=parallel, train=TrainConfig(precision="fp32"))
+    dispatcher = build_dispatcher(config, KERNELS, world)
+    here = range(world.rank, world.rank + 1)
+    return {name: copies_of_experts(world, dispatcher, here, name) for name in BOUND}
+
+
+def test_copies_of_experts_rows_on_four_ranks_are_those_of_one_rank_to_the_bit():
+    """Row copies, random numbers and the scales of experts; column copies too, since the blocks hold the same rows."""
+    on_four = run_ranks(copies_on_rank, 4, ep=4)
+    local = LocalDispatcher(RowPolicy(contiguous_placement(EXPERTS)), KERNELS)
+    for name in BOUND:
+        whole = copies_of_experts(WORLD, local, range(4), name)
+        found = [copies for rank in on_four for copies in rank[name]]
+        for mine, right in zip(found, whole, strict=True):
+            for what in ("input", "gradient"):
+                assert all(map(torch.equal, mine[what], right[what])), f"{name}: {what}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,11 @@ from moefold.train.assemble import Run, assemble_run
 from moefold.train.non_finite import refuse_non_finite
 from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
 from moefold.train.step import take_next_step
+from tests.support.kill_trials import newest_on_disk
+from tests.support.launched import wait_until
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL as SMALL_COMMAND
-from tests.support.runs import corpus, metrics
+from tests.support.runs import command, corpus, metrics, numbers, start
 from tests.train.test_fp8_runs import SMALL, counting_corpus
 from tests.train.test_step import everything
 
@@ -147,6 +151,12 @@ def train_on_rank(world: World, words: list[str]) -> tuple[Steps, dict[str, torc
     return steps, router_weights(run)
 
 
+# Of losses, norms and weights. Over dp alone every microbatch has the bits of one rank, and gradients are summed in
+# fp32. Over tp and ep products have other sums or numbers of rows, which fp16 rounds: weights differ by a unit or two.
+EXACT = (0.0, 1e-9, 0.0)
+ROUNDED = (1e-4, 1e-3, 5e-4)
+
+
 @pytest.mark.parametrize("layout", ["", "tp=2 ep=2", "pp=2 ep=2"])
 def test_four_ranks_skip_the_step_that_overflows_on_one_of_them(layout: str):
     degrees = dict(word.split("=") for word in layout.split())
@@ -157,13 +167,15 @@ def test_four_ranks_skip_the_step_that_overflows_on_one_of_them(layout: str):
     assert [scale for *_, scale in right] == [65536] * 3 + [32768] * 2
     found = run_ranks(train_on_rank, 4, words, **{axis: int(degree) for axis, degree in degrees.items()})
     whole = router_weights(alone)
+    of_loss, of_norm, of_weights = ROUNDED if layout else EXACT
     for steps, routers in found:
         for (loss, norm, scale), (its_loss, its_norm, its_scale) in zip(steps, right, strict=True):
             assert scale == its_scale
-            assert loss == pytest.approx(its_loss, rel=1e-3, nan_ok=True)
-            assert norm == pytest.approx(its_norm, rel=2e-2, nan_ok=True)
+            assert loss == pytest.approx(its_loss, rel=of_loss, nan_ok=True)
+            assert norm == pytest.approx(its_norm, rel=of_norm, nan_ok=True)
         for name, weight in routers.items():
-            torch.testing.assert_close(weight, whole[name], atol=2e-3, rtol=0)
+            print("DIFFW", layout, (weight - whole[name]).abs().max())
+            torch.testing.assert_close(weight, whole[name], atol=of_weights, rtol=0)
 
 
 @pytest.mark.extended
@@ -181,3 +193,27 @@ def test_the_command_says_which_steps_were_skipped(tmp_path: Path):
     scales = [record["loss_scale"] for record in records]
     assert scales[:3] == [1e9, 5e8, 2.5e8]
     assert all("loss" in record for record in records if record["step"] not in skipped)
+
+
+@pytest.mark.extended
+def test_a_run_that_was_killed_goes_on_with_its_scale(tmp_path: Path):
+    """The first steps overflow: a run that began with the first scale once more would skip some again."""
+    words = ["train", "tiny", *SMALL_COMMAND, "--train.precision", "fp16", "--precision.loss_scale", "1e9"]
+    words += ["--observe.log_every", "1", "--optim.warmup", "0", "--optim.decay", "constant", *corpus(tmp_path)]
+    words += ["--checkpoint.every", "12", "--train.validate_every", "1000000"]
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    process = start([*words, "--train.steps", "100000", "--out", str(killed)], tmp_path / "log")
+    assert wait_until(lambda: newest_on_disk(killed) > 0)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    steps = newest_on_disk(killed) + 5
+    again = [*words, "--train.steps", str(steps), "--out"]
+    code, said = command([*again, str(killed), "--resume", "auto"], tmp_path / "log")
+    assert code == 0, said
+    code, said = command([*again, str(unbroken)], tmp_path / "log")
+    assert code == 0, said
+    found, right = ({record["step"]: record for record in numbers(out)[1:]} for out in (killed, unbroken))
+    for step in range(steps - 4, steps + 1):
+        assert found[step] == right[step]
+        assert found[step]["loss_scale"] < 1e9

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.cli.main import run_command_line
 from moefold.config.run import Config, ParallelConfig, PipelineConfig, PrecisionConfig
 from moefold.dispatch.base import Rows
 from moefold.layout.axes import World, single_rank_world
@@ -17,6 +18,7 @@ from moefold.train.assemble import assemble_run
 from moefold.train.parity import TraceEntry, first_mismatch, random_corpus
 from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
 from tests.support.ranks import run_ranks
+from tests.support.runs import corpus, metrics
 from tests.test_fp8_layouts_agree import BASE, differing, everything, on_eight, on_one
 from tests.train.test_fp8_runs import MECHANISMS, losses_of, make_run
 
@@ -131,3 +133,16 @@ def numbers_of_expert_rows(world: World, config: Config) -> list[int]:
     with torch.no_grad():
         run.model.logits(tokens_BS)
     return found
+
+
+@pytest.mark.extended
+def test_the_command_trains_tiny_in_nvfp4(tmp_path: Path):
+    """The widths of `tiny`, and nothing but the recipe said of its formats."""
+    short = ["--data.seq_len", "32", "--train.global_batch", "1", "--train.micro_batch", "1", "--train.steps", "2"]
+    short += ["--train.validate_sequences", "1", "--train.sample_tokens", "1", "--observe.log_every", "1"]
+    out = tmp_path / "run"
+    words = ["train", "tiny", "--precision.recipe", "nvfp4", *short, *corpus(tmp_path), "--out", str(out)]
+    assert run_command_line(words) == 0
+    losses = [record["loss"] for record in metrics(out) if "loss" in record]
+    assert len(losses) == 2
+    assert all(3 < loss < 7 for loss in losses)

@@ -21,7 +21,9 @@ from moefold.kernels.quantise.scale_lines import scale_lines
 from moefold.kernels.registry import KernelOp
 from tests.support.fp8_interpreter import convert_by_torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []  # without one, kernels run in Triton's interpreter
 OPS = (line_maxima, hadamard_blocks, quantise_mx, dequantise_mx, quantise_nv, round_nv, dequantise_nv, scale_lines)
 
 

@@ -115,6 +115,20 @@ def test_errors_of_random_values_are_those_of_the_formats():
     assert 0.02 < error(dequantised_channels(quantise_channels(x, ScaleRule()), x.dtype)) < 0.028
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_column_copy_of_rows_that_have_travelled_has_the_stated_error(dtype: torch.dtype):
+    """Two roundings, along rows and along columns, are off by sqrt(2) of one."""
+    x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    arrived = dequantised_rows(quantise_row_blocks(x, ScaleRule()), dtype)
+
+    def error_of_columns(rows: torch.Tensor) -> float:
+        copy = dequantised_channels(quantise_channels(rows, ScaleRule()), torch.float32)
+        return ((copy - x.float()).norm() / x.float().norm()).item()
+
+    assert error_of_columns(x) == pytest.approx(0.026, abs=0.001)
+    assert error_of_columns(arrived) == pytest.approx(0.036, abs=0.001)
+
+
 def test_what_is_not_finite_stays_so():
     x = torch.ones(2, 256)
     x[0, 3] = torch.inf

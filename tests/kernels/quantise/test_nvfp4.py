@@ -18,12 +18,14 @@ from moefold.kernels.quantise.nvfp4 import (
     unscaled_nvfp4,
 )
 from moefold.layout.counter_random import random_counters
+from tests.support.fp8_numbers import nearest_byte, rounded_to_fp32, value_of_byte
 
 NEAREST = {  # ties go to the even code
     0.0: 0.0, 0.25: 0.0, 0.2501: 0.5, 0.5: 0.5, 0.7499: 0.5, 0.75: 1.0, 1.25: 1.0, 1.2501: 1.5, 1.5: 1.5, 1.75: 2.0,
     2.0: 2.0, 2.5: 2.0, 2.5001: 3.0, 3.0: 3.0, 3.5: 4.0, 3.4999: 3.0, 4.0: 4.0, 5.0: 4.0, 5.0001: 6.0, 6.0: 6.0,
     7.0: 6.0, 1e30: 6.0, math.inf: 6.0, 1e-30: 0.0,
 }  # fmt: skip
+LARGEST = float(torch.finfo(torch.float32).max)
 CODES = {0.0: 0, 0.5: 1, 1.0: 2, 1.5: 3, 2.0: 4, 3.0: 5, 4.0: 6, 6.0: 7}
 
 
@@ -44,23 +46,15 @@ def test_every_code_survives_packing_and_the_first_of_a_pair_is_the_low_half():
     assert math.copysign(1, float(unpack_e2m1(packed)[8])) == -1, "a negative zero keeps its sign"
 
 
-def fp32(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float32))
-
-
-def e4m3(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float32).to(torch.float8_e4m3fn).float())
-
-
 def plain_block(block: list[float], amax: float) -> tuple[float, list[float]]:
     """The scale and the values of one block, operation by operation."""
-    largest = float(torch.finfo(torch.float32).max)
-    encode = 1.0 if amax == 0 else min(fp32(2688.0 / amax), largest)
+    fp32 = rounded_to_fp32
+    encode = 1.0 if amax == 0 else min(fp32(2688.0 / amax), LARGEST)
     encode = encode or 1.0
     block_amax = max(abs(x) for x in block)
-    scale = e4m3(min(fp32(block_amax * fp32(encode * fp32(1 / 6))), 448.0))
+    scale = value_of_byte(nearest_byte(fp32(block_amax * fp32(encode * fp32(1 / 6))), "e4m3"), "e4m3")
     decoded = fp32(scale * fp32(1 / encode))
-    factor = min(fp32(1 / decoded), largest) if decoded else largest
+    factor = min(fp32(1 / decoded), LARGEST) if decoded else LARGEST
     values = [unpacked(fp32(x * factor)) for x in block]
     return scale, values
 
@@ -98,6 +92,22 @@ def test_a_block_of_zeros_and_a_block_too_small_for_its_scale_are_zero():
     assert found.scales.float().flatten().tolist() == [448.0, 0.0, 0.0]
     assert torch.equal(dequantise_nvfp4(found)[1:], torch.zeros(2, NV_BLOCK))
     assert torch.equal(dequantise_nvfp4(found)[0], x[0])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_infinity_follows_the_chain_to_2688_and_its_block_is_zero_otherwise(sign: float):
+    """Of an infinite amax the encoding scale is zero, so it is 1: the block's scale is 448 and its code 6."""
+    x = torch.ones(2, 2 * NV_BLOCK)
+    x[0, 3] = sign * math.inf
+    found = quantise_nvfp4(x, x.abs().max().view(1, 1))
+    for row in range(2):
+        for block in range(2):
+            part = x[row, block * NV_BLOCK :][:NV_BLOCK].tolist()
+            scale, values = plain_block(part, math.inf)
+            assert float(found.scales[row, block]) == scale
+            assert unpack_e2m1(found.packed)[row, block * NV_BLOCK :][:NV_BLOCK].tolist() == values
+    back = dequantise_nvfp4(found)
+    assert back[0, 3] == sign * 2688
 
 
 def test_nan_is_not_lost():

@@ -21,7 +21,9 @@ from moefold.kernels.quantise.payload_ops import (
 from moefold.kernels.registry import KernelOp
 from tests.support.fp8_interpreter import convert_by_torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []  # without one, kernels run in Triton's interpreter
 
 
 @pytest.fixture(autouse=True)
