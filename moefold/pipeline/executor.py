@@ -327,21 +327,24 @@ class StepRun:
     def run_backward(self, op: PipelineOp, slot: Slot) -> None:
         queue = None
         if not has_weight_op(slot, op):
-            queue = self.queue_until_weight_op(op)
+            queue = self.queue_until_weight_op(op, [])
         backward = self.backward_work(op, queue)
         self.run_strands([backward], fillers=[])
         self.send_gradient(op, backward.passage)
 
-    def queue_until_weight_op(self, op: PipelineOp) -> DeferredQueue:
+    def queue_until_weight_op(self, op: PipelineOp, waiting: DeferredQueue) -> DeferredQueue:
+        """`waiting`: of the slot. Whichever W comes first computes all of it."""
         key = pass_key(op)
-        return self.deferred_work.setdefault(key, [])
+        self.deferred_work[key] = waiting
+        return waiting
 
     def run_deferred_work(self, op: PipelineOp) -> None:
         key = pass_key(op)
         queue = self.deferred_work.pop(key, None)
         if queue is None:
             return
-        for work in queue:
+        while queue:
+            work = queue.pop(0)
             work()
         self.executor.gradients.end_deferred_gradients(op.stage)
 
@@ -506,14 +509,16 @@ class StepRun:
         lane."""
         forwards: dict[PipelineOp, ForwardWork] = {}
         backwards: dict[PipelineOp, BackwardWork] = {}
-        # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that.
+        # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that; others
+        # wait. Both backwards of a slot have one queue: what is opened on one lane is open on the other too.
         fillers: DeferredQueue = []
+        waiting: DeferredQueue = []
         for op in slot:
             if op.kind == "F":
                 carry = self.begin_carry(op)
                 forwards[op] = self.forward_work(op, carry)
             elif op.kind == "D":
-                queue = self.weight_grad_queue(slot, op, fillers)
+                queue = self.weight_grad_queue(slot, op, fillers, waiting)
                 backwards[op] = self.backward_work(op, queue)
         self.run_strands([*forwards.values(), *backwards.values()], fillers)
         self.end_filled_gradients(backwards, fillers)
@@ -528,11 +533,13 @@ class StepRun:
         for stage in sorted(stages):
             self.executor.gradients.end_deferred_gradients(stage)
 
-    def weight_grad_queue(self, slot: Slot, op: PipelineOp, fillers: DeferredQueue) -> DeferredQueue | None:
+    def weight_grad_queue(
+        self, slot: Slot, op: PipelineOp, fillers: DeferredQueue, waiting: DeferredQueue
+    ) -> DeferredQueue | None:
         """Where the weight gradients of a paired backward go: to a later W, to the slot's fillers, or nowhere (None:
         they are computed at once)."""
         if not has_weight_op(slot, op):
-            return self.queue_until_weight_op(op)
+            return self.queue_until_weight_op(op, waiting)
         fills_gaps = self.executor.config.pipeline.fill
         return fillers if fills_gaps else None
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from moefold.bench.overlap import slowed_all_to_all
-from moefold.comm.lanes import Lanes, Ticket
+from moefold.comm.lanes import THIS_LANE, Lanes, Ticket
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World, single_rank_world
 from moefold.observe.trace import SpanRecorder, TraceEvent
 from moefold.pipeline.executor import Executor, LossWeights
+from moefold.pipeline.passage import Passage
 from moefold.pipeline.segments import one_segment
 from moefold.pipeline.strand_runner import BackwardWork, ForwardWork, StrandWork
 from moefold.presets.zoo import PRESETS
@@ -116,6 +117,71 @@ def test_all_travel_of_microbatches_in_step_but_the_last_has_work_of_the_other_b
     assert len(faces.faced) == slots * 4 * layers, "dispatch and combine of two passes"
     uncovered = [name for name, faced in faces.faced.items() if not faced]
     assert len(uncovered) <= slots, f"waited for with nothing beside it: {uncovered}"
+
+
+PAUSE = 0.05  # seconds that a lane waits for the other, which may have nothing to do
+
+
+class Meetings:
+    """Lets backward pieces of both lanes run at the same time: an exchange begins inside of a piece of compute, and
+    lasts until its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.moved = threading.Condition()
+        self.inside = {"compute": False, "comm": False}
+        self.met = 0
+        run, run_backward = BackwardWork.run, Passage.run_backward
+
+        def begins(work: BackwardWork, number: int, inputs: Any) -> Any:
+            if THIS_LANE.is_comm:
+                self.wait_for("compute", True)
+            return run(work, number, inputs)
+
+        def meets(passage: Passage, number: int, gradients: Any) -> Any:
+            lane, other = ("comm", "compute") if THIS_LANE.is_comm else ("compute", "comm")
+            self.move(lane, True)
+            if THIS_LANE.is_comm:
+                self.wait_for(other, False)
+            else:
+                self.met += self.wait_for(other, True)
+            try:
+                return run_backward(passage, number, gradients)
+            finally:
+                self.move(lane, False)
+
+        monkeypatch.setattr(BackwardWork, "run", begins)
+        monkeypatch.setattr(Passage, "run_backward", meets)
+
+    def move(self, lane: str, inside: bool) -> None:
+        with self.moved:
+            self.inside[lane] = inside
+            self.moved.notify_all()
+
+    def wait_for(self, lane: str, inside: bool) -> bool:
+        with self.moved:
+            return self.moved.wait_for(lambda: self.inside[lane] == inside, PAUSE)
+
+
+def gradients_of_step(pipeline: PipelineConfig) -> dict[str, torch.Tensor]:
+    """In fp64, whose sums are rounded: those of fp32 are in fp64 too."""
+    config = config_of(pipeline, 1)
+    config = replace(config, train=replace(config.train, precision="fp64"))
+    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+    run.gradients.begin()
+    run.executor.train(list(run.loader.next_batch().microbatches(1)), ONE)
+    run.gradients.finish(torch.ones((), dtype=torch.float64))
+    return {seen.what: seen.values for seen in local_gradients(run, "")}
+
+
+@pytest.mark.parametrize("way", [{"defer": True}, {"schedule": "zb_h1"}], ids=str)
+def test_weight_gradients_that_wait_are_added_in_the_order_of_microbatches_whatever_exchanges_run_beside_them(
+    way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    right = gradients_of_step(PipelineConfig())
+    meetings = Meetings(monkeypatch)
+    found = gradients_of_step(PipelineConfig(pair=True, pairs="alike", **way))
+    assert meetings.met > 0
+    assert [name for name in right if not torch.equal(found[name], right[name])] == []
 
 
 def overlap(a: TraceEvent, b: TraceEvent) -> float:
