@@ -218,6 +218,8 @@ class ArenaDispatcher:
 
     def count_choices(self, rooms: PlanRooms) -> None:
         """Count what this rank writes to the others: its part of each room of a plan."""
+        if not bytes_are_counted():
+            return
         others = self.arena.axis.size - 1
         written = [of_ranks[self.index][self.index].nbytes for of_ranks in rooms]
         count_bytes("choices", self.arena.axis, others * sum(written))

@@ -73,9 +73,18 @@ def rows_elsewhere(ids_TK: torch.Tensor, world: World) -> int:
     return sum(etp.size * len(ranks) - (ep.index in ranks) for ranks in homes)
 
 
+def bytes_of_choices(k: int, world: World, dtype: torch.dtype) -> int:
+    """What a rank announces to each other: place and weight of every choice it has room for, and of each block of 128
+    tokens the choices of every expert, the tokens for every rank of ep, and a room."""
+    blocks = -(-TOKENS // 128)
+    counts = blocks * (EXPERTS + world.ep.size + 1)
+    return TOKENS * k * (4 + dtype.itemsize) + counts * 4
+
+
 def compare(world: World, routing: str, dispatchers: dict[str, Dispatcher], dtype: torch.dtype) -> dict[str, Any]:
     """Distances of the symmetric dispatcher from the local one on the tokens of all ranks; whether its bits are those
-    of dedup and of a second run; where the host waited; and counted bytes of tokens beside those that leave."""
+    of dedup and of a second run; where the host waited; and counted bytes of choices and of tokens beside those
+    that leave."""
     ids = [ids_of(routing, rank) for rank in range(world.size)]
     k = ids[0].shape[1]
     h = [numbers(len(chosen), WIDTH, seed=10 + rank).to(dtype) for rank, chosen in enumerate(ids)]
@@ -100,13 +109,15 @@ def compare(world: World, routing: str, dispatchers: dict[str, Dispatcher], dtyp
     again = run("symmetric") if routing == "random" else values
     off = dict(zip(VALUES, map(distance, values, expected), strict=True))
     dedup = run("dedup") if routing in ("random", SILENT) else values
-    receipt = dispatchers["symmetric"].plan(Routing(gates[world.rank], ids[world.rank]))
+    with counted_bytes_sent() as announced:
+        receipt = dispatchers["symmetric"].plan(Routing(gates[world.rank], ids[world.rank]))
     with counted_bytes_sent() as sent:
         dispatchers["symmetric"].dispatch(h[world.rank], receipt)
     order = receipt.order
     behind = slice(int(order.ends_e[-1]), None)
     return {
         "off": off,
+        "announced": announced.total() - (world.size - 1) * bytes_of_choices(k, world, dtype),
         "sent": sent.total() - rows_elsewhere(ids[world.rank], world) * WIDTH * dtype.itemsize,
         "undefined rows": order.index_R[behind].max().item() if len(order.index_R[behind]) else -1,
         "scale": max(x.abs().max().item() if x.numel() else 0.0 for x in expected),
@@ -146,6 +157,7 @@ def test_it_gives_what_the_local_one_gives_twice_and_the_host_waits_for_nothing(
             require_local_values(found, TOLERANCES[precision], where)
             assert found["waits"] == [], where
             assert found["undefined rows"] == -1, where
+            assert found["announced"] == 0, where
             assert found["sent"] == 0, where
             if layout != "ep 2, etp 2":
                 assert found["dedup"] == 0, where
