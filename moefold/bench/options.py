@@ -68,6 +68,12 @@ class TimedRecipeOptions(DeviceOptions):
         """Of the section `precision`, for every recipe."""
         return {"scaling": self.scaling, "accumulate": self.accumulate}
 
+    def check_values(self) -> None:
+        usual = type(self)().precision_keys()
+        changed = [key for key, value in self.precision_keys().items() if value != usual[key]]
+        if changed and not self.recipe:
+            raise UserError(f"--{changed[0]} changes recipes, but there is none; add one, such as --recipe fp8_tensor")
+
 
 @dataclass(frozen=True)
 class LayerOptions(TimedRecipeOptions):
@@ -81,6 +87,7 @@ class LayerOptions(TimedRecipeOptions):
     """Timed repetitions; the median is shown."""
 
     def check_values(self) -> None:
+        super().check_values()
         require_positive("repeat", self.repeat)
 
 
@@ -102,6 +109,7 @@ class StepOptions(TimedRecipeOptions):
         return {**keys, "storage": self.storage}
 
     def check_values(self) -> None:
+        super().check_values()
         require_positive("steps", self.steps)
 
 
@@ -126,6 +134,7 @@ class ProjectionsOptions(TimedRecipeOptions):
     """Timed repetitions; the median is shown."""
 
     def check_values(self) -> None:
+        super().check_values()
         require_positive("repeat", self.repeat)
 
 

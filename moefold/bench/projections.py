@@ -44,12 +44,13 @@ def projections_report(options: ProjectionsOptions) -> Report:
     device = resolve_device(options.device)
     recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
     keys = changed_keys(options)
+    precisions: dict[str, PrecisionKeys] = {"plain": {}}
+    precisions |= {recipe: {"recipe": recipe, **keys} for recipe in recipes}
     results: list[Row] = []
     for shape in GEMM_SHAPES if device == "cuda" else CPU_SHAPES:
         rows, outputs, inputs = shape
         row: Row = {"rows": rows, "outputs": outputs, "inputs": inputs}
-        for recipe in ("plain", *recipes):
-            precision = {"recipe": recipe, **keys} if recipe != "plain" else {}
+        for recipe, precision in precisions.items():
             work = projection(rows, outputs, inputs, device, precision)
             milliseconds = median_milliseconds(work, device, options.repeat)
             row[recipe] = 2e-9 * rows * outputs * inputs / milliseconds

@@ -35,6 +35,21 @@ def test_what_is_timed_is_the_product_of_the_layer(recipe: str):
     assert torch.equal(mine, exact) == (recipe == "plain")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["projections", "--scaling", "delayed"],
+        ["layer", "--accumulate", "fast"],
+        ["step", "--storage", "fp8"],
+        ["projections", "--recipe", "plain", "--accumulate", "fast"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_changes_nothing_that_is_timed_is_refused(words: list[str]):
+    with pytest.raises(UserError, match=r"--recipe|precision.recipe"):
+        run_command(words)
+
+
 def test_an_unknown_recipe_is_refused():
     with pytest.raises(UserError, match="fp8_tensor"):
         run_command(["projections", "--recipe", "fp8_tenso"])
