@@ -11,6 +11,7 @@ step takes as long as a whole one for fewer tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -72,11 +73,15 @@ def packing_report(options: PackingOptions) -> Report:
     device = resolve_device(options.device)
     name = one_of("model", options.model, STEP_GOALS)
     config = step_bench_config(name, device)
-    timings = {
-        "whole": time_steps(config, options.steps),
-        "packed": time_steps(with_packing(config), options.steps),
-        "padded": time_padded_steps(config, options.steps),
+    ways: dict[str, Callable[[int], TimedSteps]] = {
+        "whole": partial(time_steps, config),
+        "packed": partial(time_steps, with_packing(config)),
+        "padded": partial(time_padded_steps, config),
     }
+    timings: dict[str, TimedSteps] = {}
+    for way, time_way in ways.items():
+        timings[way] = time_way(options.steps)
+        free_device_memory(device)  # behind the run, which holds its own until then
     attention = attention_milliseconds(config)
     whole, packed = timings["whole"], timings["packed"]
     saved = GOAL * packed.removed * attention
@@ -124,7 +129,7 @@ def time_steps(config: Config, steps: int) -> TimedSteps:
         return train_step(run, batches[-1])
 
     timing = time_training_steps(next_step, attrgetter("loss"), run.config, steps)
-    finish(run)
+    run.gradients.remove_hooks()
     last = batches[-steps:]
     filled = [1 - (batch.waste or 0.0) for batch in last]
     removed = [removed_share(batch.begins_BS) for batch in last]
@@ -143,13 +148,8 @@ def time_padded_steps(config: Config, steps: int) -> TimedSteps:
     labels_BS = batch.labels_BS.masked_fill(is_padding, IGNORE_INDEX)
     padded = replace(batch, labels_BS=labels_BS)
     timing = time_training_steps(partial(train_step, run, padded), attrgetter("loss"), run.config, steps)
-    finish(run)
-    return TimedSteps(timing.milliseconds, float(lengths.sum()))
-
-
-def finish(run: Run) -> None:
     run.gradients.remove_hooks()
-    free_device_memory(run.world.device.type)
+    return TimedSteps(timing.milliseconds, float(lengths.sum()))
 
 
 def removed_share(begins_BS: Tensor | None) -> float:

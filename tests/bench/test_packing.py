@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from moefold.bench import packing
+from moefold.bench.options import PackingOptions
 from moefold.bench.packing import document_lengths, removed_share
 from moefold.bench.step import step_bench_config
 from moefold.cli.bench import run_command
 from moefold.config.errors import UserError
 from moefold.kernels.attention.attention import attention_mask
+from moefold.train.assemble import Run
 
 
 def test_the_hidden_share_is_that_of_the_masks():
@@ -37,6 +43,26 @@ def test_whole_packed_and_padded_steps_are_timed(capsys: pytest.CaptureFixture[s
     assert whole["removed"] == padded["removed"] == 0 < packed["removed"] < 1
     saved = 0.7 * packed["removed"] * report["attention"]
     assert report["goal"] == pytest.approx(packed["tokens"] / (whole["milliseconds"] - saved) * 1e3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the full model would run")
+def test_memory_is_given_back_behind_each_run_and_not_while_the_run_has_it(monkeypatch: pytest.MonkeyPatch):
+    assemble, free = packing.assemble_run, packing.free_device_memory
+    models, held = list[weakref.ref[nn.Module]](), list[int]()
+
+    def noting_models(*inputs: Any) -> Run:
+        run = assemble(*inputs)
+        models.append(weakref.ref(run.model))
+        return run
+
+    def noting_held(device: str) -> None:
+        free(device)
+        held.append(sum(model() is not None for model in models))
+
+    monkeypatch.setattr(packing, "assemble_run", noting_models)
+    monkeypatch.setattr(packing, "free_device_memory", noting_held)
+    packing.packing_report(PackingOptions(steps=1))
+    assert held == [0, 0, 0]
 
 
 def test_an_unknown_model_is_refused():
