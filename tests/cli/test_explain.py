@@ -54,6 +54,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "train_flops_per_token",
         "adapters",
         "seq_len",
+        "vocabulary",
         "packing",
         "cuts",
         "context",

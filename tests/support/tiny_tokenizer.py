@@ -26,3 +26,13 @@ def write_tokenizer(folder: Path) -> None:
     engine.save(str(folder / "tokenizer.json"))
     options = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
+
+
+def write_words(folder: Path, entries: int) -> None:
+    """A tokenizer.json of so many words, each one token, for vocabularies too small for bytes. The last ends texts."""
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{number}": number for number in range(entries - 1)}
+    words["</s>"] = entries - 1
+    engine = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    engine.save(str(folder / "tokenizer.json"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,9 +23,10 @@ from moefold.train.assemble import assemble_run
 from moefold.train.from_hf import starting_weights
 from moefold.train.resume import begin_checkpoint, make_background_saver
 from moefold.train.step import train_step
-from tests.support.hf_models import CASES, DENSE, hf, make, save, tokens
+from tests.support.hf_models import CASES, DENSE, SIZES, hf, make, save, tokens
 from tests.support.ranks import run_ranks
 from tests.support.runs import command, corpus, metrics
+from tests.support.tiny_tokenizer import write_words
 
 TRAIN = [
     *("--data.seq_len", "32", "--train.global_batch", "8", "--train.micro_batch", "2", "--train.steps", "6"),
@@ -76,14 +76,13 @@ def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.T
     degrees = {name: world.axis(name).size for name in ("tp", "ep", "etp", "pp")}
     config = Config(
         model=describe_model(open_model_folder(folder)).model,
-        data=DataConfig(seq_len=16, tokenizer="none/tokenizer.json"),
+        data=DataConfig(seq_len=16, tokenizer=str(folder / "tokenizer.json")),
         train=TrainConfig(global_batch=4, micro_batch=1, validate_sequences=4, precision="bf16"),
         parallel=ParallelConfig(**degrees),
     )
     corpus = Corpus(np.arange(400) % 48, np.arange(400) % 48)
-    with patch("moefold.train.assemble.load_tokenizer", lambda name, vocab, end_token: None):
-        weights = starting_weights(folder, config, world, lambda text: None)
-        made = assemble_run(config, world, Path(out), corpus, weights)
+    weights = starting_weights(folder, config, world, lambda text: None)
+    made = assemble_run(config, world, Path(out), corpus, weights)
     for _ in range(steps):
         train_step(made, made.loader.next_batch())
     assert bool(made.parameters.under_way) == (steps > 0)
@@ -99,6 +98,7 @@ def test_a_checkpoint_of_any_layout_is_written_as_it_came(parallel: dict[str, in
     """From a folder into parts on four ranks, from there into a checkpoint, and back to the byte."""
     kind, options = CASES["deepseek v3"]
     start = save(make(kind, **options).to(torch.bfloat16), tmp_path / "hf")
+    write_words(start, SIZES["vocab_size"])
     run_ranks(save_on, 4, str(start), str(tmp_path / "run"), 0, **parallel)
     assert run_command_line(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
@@ -111,6 +111,7 @@ def test_weights_handed_on_right_behind_a_step_are_those_of_the_next_checkpoint(
     """Replicas still hand each other their shares when the export begins; every rank gets the new weights."""
     kind, options = CASES["mixtral"]
     start = save(make(kind, **options), tmp_path / "hf")
+    write_words(start, SIZES["vocab_size"])
     exported = run_ranks(save_on, 4, str(start), str(tmp_path / "run"), 1, tp=2, ep=2)
     assert run_command_line(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))

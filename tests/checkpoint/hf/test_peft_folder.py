@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -36,8 +35,9 @@ from moefold.train.from_hf import starting_weights
 from moefold.train.lora_from import starting_adapters
 from moefold.train.resume import begin_checkpoint, make_background_saver
 from moefold.train.step import take_next_step
-from tests.support.hf_models import CASES, hf, make, save, tokens
+from tests.support.hf_models import CASES, SIZES, hf, make, save, tokens
 from tests.support.ranks import run_ranks
+from tests.support.tiny_tokenizer import write_words
 
 Tensors = dict[str, torch.Tensor]
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -172,17 +172,16 @@ def train_and_save(world: World, start: str, given: str, out: str) -> Tensors:
     degrees = {name: world.axis(name).size for name in ("tp", "ep")}
     config = Config(
         model=describe_model(open_model_folder(folder)).model,
-        data=DataConfig(seq_len=16, tokenizer="none/tokenizer.json"),
+        data=DataConfig(seq_len=16, tokenizer=str(folder / "tokenizer.json")),
         train=TrainConfig(global_batch=4, micro_batch=1, validate_sequences=4, precision="fp32"),
         optim=OptimConfig(lr=0.05, warmup=0),
         parallel=ParallelConfig(**degrees),
         lora=LORA,
     )
     corpus = Corpus(np.arange(400) % 48, np.arange(400) % 48)
-    with patch("moefold.train.assemble.load_tokenizer", lambda name, vocab, end_token: None):
-        weights = starting_weights(folder, config, world, print_nothing)
-        adapters = starting_adapters(Path(given), config, world, print_nothing)
-        made = assemble_run(config, world, Path(out), corpus, weights, adapters)
+    weights = starting_weights(folder, config, world, print_nothing)
+    adapters = starting_adapters(Path(given), config, world, print_nothing)
+    made = assemble_run(config, world, Path(out), corpus, weights, adapters)
     held = local_tensors(made.model)
     boxes = GatheredBoxes(held, world)
     shapes = {each.name: each.declaration.shape for each in declared_parameters(made.model) if ".lora." in each.name}
@@ -205,6 +204,7 @@ def test_adapters_of_four_ranks_begin_as_given_and_load_in_peft(tmp_path: Path, 
     fetch = GatheredBoxes(local_tensors(ours), single_rank_world()).fetch_box
     write_adapter(tmp_path / "given", peft_adapter(table, weight_adapters(config), LORA, fetch), overwrite=False)
     run = str(tmp_path / "run")
+    write_words(start, SIZES["vocab_size"])
     ranks = run_ranks(train_and_save, 4, str(start), str(tmp_path / "given"), run, tp=2, ep=2)
     given = {name: p.detach() for name, p in ours.named_parameters() if ".lora." in name}
     for began in ranks:
