@@ -36,6 +36,7 @@ BY_HEAD = OptimConfig(rule="muon", groups=GROUPS, muon=MuonConfig(heads="each", 
 ADAMW = OptimConfig(groups=(*GROUPS, "head.*: frozen", "embedding.weight: frozen"))
 IN_BACKWARD = OptimConfig(when="backward", clip_by="previous", groups=GROUPS[:2])
 ON_HOST = OptimConfig(states="host", groups=("*.norm.weight: frozen",))
+MUON_IN_BACKWARD = OptimConfig(rule="muon", when="backward", clip_by="previous", states="host")
 FROZEN_START = OptimConfig(rule="muon", groups=("embedding.*: frozen", "blocks.0.*: frozen"))
 
 PLAIN = PipelineConfig()
@@ -47,6 +48,7 @@ CASES = [
     (ParallelConfig(tp=2, cp=2, context="ring"), PLAIN, ADAMW),
     (ParallelConfig(ep=4), PLAIN, IN_BACKWARD),
     (ParallelConfig(tp=2, ep=2), PLAIN, ON_HOST),
+    (ParallelConfig(tp=2, ep=2, etp=2), PLAIN, MUON_IN_BACKWARD),
     (ParallelConfig(pp=2, tp=2, etp=2), PLAIN, MUON),
     (ParallelConfig(pp=2, ep=2), PipelineConfig(schedule="interleaved", vpp=2), BY_HEAD),
     (ParallelConfig(pp=4), PipelineConfig(schedule="zb_h1"), FROZEN_START),

@@ -60,6 +60,11 @@ def muon(config: Config) -> Config:
     return replace(base(config), optim=replace(config.optim, rule="muon"))
 
 
+def visiting(config: Config) -> Config:
+    """Muon, whose states are in host memory between updates."""
+    return replace(base(config), optim=replace(config.optim, rule="muon", states="host"))
+
+
 def clipped(config: Config) -> Config:
     """Logits that are clipped in every step: projections are rescaled between update and gather."""
     attention = replace(config.model.attention, qk_norm="none")
@@ -153,6 +158,7 @@ ON_FOUR = [
     on(4, documents, cp=2, context="all_gather"),
     on(4, muon, tp=2),
     on(4, muon, replicas=2, ep=2),
+    on(4, visiting, tp=2, etp=2),
     on(4, surveyed),
     on(4, clipped, tp=2),
     on(4, Recomputing("layer")),
@@ -169,6 +175,7 @@ ON_FOUR = [
     on_nodes(4, tied, mode="zero1", cp=2, context="ring"),
     on_nodes(4, muon, mode="zero1", etp=2),
     on_nodes(4, Recomputing("layer"), tp=2),
+    on_nodes(4, visiting, ep=2),
 ]
 ON_EIGHT = [
     on(8, ep=4),
@@ -182,6 +189,7 @@ ON_EIGHT = [
     on_nodes(8, replicas=2, ep=2),
     on_nodes(8, documents, mode="zero1", cp=2, ep=2, context="all_gather"),
     piped(8, PipelineConfig("1f1b", pair=True), sync="hierarchical"),
+    piped(8, PipelineConfig("zb_h1"), visiting, replicas=2),
 ]
 
 Found = tuple[list[TraceEntry], ResidentWeights]

@@ -641,8 +641,8 @@ def ways_of_updates(optim: OptimConfig) -> list[str]:
         ways.append(f"clipping: of each unit by {CLIPPED_BY[optim.clip_by]}")
     if optim.states == "host" and optim.update == "device":
         ways.append(
-            "states in host memory: AdamW's moments and main weights visit the device for the update, chunk by chunk; "
-            f"up to {optim.states_window_gib:g} GiB of them are fetched ahead (three chunks at least)"
+            "states in host memory: moments, momentum and main weights visit the device for the update, chunk by "
+            f"chunk; up to {optim.states_window_gib:g} GiB of them are fetched ahead (three chunks at least)"
         )
     if optim.update == "host":
         ways.append("updates on the host: gradients come to AdamW's states there chunk by chunk, and weights go back")

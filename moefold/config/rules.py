@@ -625,17 +625,26 @@ def block_moments_are_adamws(c: ConfigOnRanks) -> bool:
 
 
 @OPTIMIZER_RULES.rule(
-    "states on the host are AdamW's",
-    ("optim.states", "optim.rule", "optim.groups", "optim.qk_clip", "precision.storage"),
-    says="<optim.states> with <optim.rule>, <optim.qk_clip> and <precision.storage>: "
-    "only AdamW, without qk_clip and FP8 storage, works on parts of the states",
+    "states on the host are read by their update alone",
+    ("optim.states", "optim.qk_clip", "precision.storage"),
+    says="<optim.states> with <optim.qk_clip> and <precision.storage>: clipped heads and weights stored in FP8 are "
+    "made from main weights behind the update, when these are on the host again",
     fix="set optim.states to device",
 )
-def host_states_are_adamws(c: ConfigOnRanks) -> bool:
+def host_states_are_read_by_their_update(c: ConfigOnRanks) -> bool:
     if c.optim.states == "device":
         return True
-    needs_whole = uses_muon(c) or c.optim.qk_clip > 0
-    return not needs_whole and c.precision.storage == "plain"
+    return c.optim.qk_clip == 0 and c.precision.storage == "plain"
+
+
+@OPTIMIZER_RULES.rule(
+    "updates on the host are AdamW's",
+    ("optim.update", "optim.rule", "optim.groups"),
+    why="Muon's matrices are orthogonalised on the device, which their states visit",
+    fix="set optim.update to device",
+)
+def host_updates_are_adamws(c: ConfigOnRanks) -> bool:
+    return c.optim.update == "device" or not uses_muon(c)
 
 
 @OPTIMIZER_RULES.rule(

@@ -310,7 +310,7 @@ class OptimConfig:
     )
     rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 moments")
     states: Literal["device", "host"] = key(
-        "device", "memory of AdamW's moments and main weights: in host memory they visit the device for the update"
+        "device", "memory of moments, momentum and main weights: in host memory they visit the device for the update"
     )
     states_window_gib: float = key(
         8.0,

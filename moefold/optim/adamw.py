@@ -20,14 +20,9 @@ from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, AdamWScalars, 
 from moefold.kernels.optimizer.decode_moment import decode_moment
 from moefold.layout.tape_entries import one_entry
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
-from moefold.optim.host_states import (
-    Chunk,
-    HostStream,
-    chunk_windows,
-    moment_on_host,
-    pinned_copy,
-)
-from moefold.optim.moments import BlockMoment, CodesAndScales, Moment, codes_and_scales, new_moment
+from moefold.optim.device_visits import move_to_host, open_visits, operands_in_parts, visit_device
+from moefold.optim.host_states import HostStream, chunk_windows
+from moefold.optim.moments import BlockMoment, CodesAndScales, codes_and_scales, new_moment
 from moefold.optim.rule import (
     BucketShare,
     RuleState,
@@ -40,7 +35,6 @@ from moefold.optim.rule import (
     window_of,
 )
 from moefold.optim.step_scalars import ROW_ALIGNMENT
-from moefold.shard.storage import FusedOperands
 
 
 class UpdateNumbers(NamedTuple):
@@ -108,16 +102,11 @@ class AdamW:
     def move_states(self, share: BucketShare, stream: HostStream | None) -> HostStream | None:
         if not self.states_on_host:
             return stream
-        for kind, moment in share.state.items():
-            share.state[kind] = moment_on_host(moment)
-        share.storage.move_main_weights(pinned_copy)
-        if self.updates_on_host:
-            return stream
-        if stream is None:
-            device = share.weights.device
-            stream = HostStream(device, self.window_gib)
-        stream.expect(visiting_chunks(share))
-        self.host_stream = stream
+        move_to_host(share)
+        if not self.updates_on_host:
+            windows = share_windows(share)
+            stream = open_visits(share, windows, stream, self.window_gib)
+            self.host_stream = stream
         return stream
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
@@ -130,31 +119,34 @@ class AdamW:
         else:
             self.update_in_place(share, numbers)
 
-    def update_visiting_states(self, share: BucketShare, stream: HostStream, numbers: UpdateNumbers) -> None:
-        """Update chunk by chunk on the stream of visits; states are copied to the device and back. Numbers of the step
-        are copied, since those of the next step may come before the last update."""
-        main, weights = operands_in_parts(share)
+    def update_visiting_states(
+        self,
+        share: BucketShare,
+        stream: HostStream,
+        numbers: UpdateNumbers,
+    ) -> None:
+        """Update chunk by chunk while states visit the device. Numbers of the step are copied, since those of the next
+        step may come before the last update."""
+        _, weights = operands_in_parts(share)
         gradient = share.gradient
-        main_visits = visits_device(main, share)
         windows = share_windows(share)
-        numbers = numbers._replace(scalars=numbers.scalars.clone())
+        scalars = numbers.scalars.clone()
+        numbers = numbers._replace(scalars=scalars)
 
-        def update_chunk(number: int, tensors: list[Tensor]) -> None:
+        def update_window(
+            number: int,
+            main: Tensor,
+            mean: CodesAndScales,
+            square: CodesAndScales,
+        ) -> None:
             window = windows[number]
-            rest = iter(tensors)
-            part = next(rest) if main_visits else main[window]
-            mean = next_moment(share.state["mean"], rest)
-            square = next_moment(share.state["mean_square"], rest)
             beside = window_of(weights, window)
             first = first_element(share, window)
-            operands = (part, gradient[window], mean.codes, square.codes, beside)
+            operands = (main, gradient[window], mean.codes, square.codes, beside)
             numbers_here = numbers.of_window(share, window)
             self.adamw(*operands, *numbers_here, first, mean.scales, square.scales)
 
-        ended = stream.visit(share.number, visiting_chunks(share), update_chunk)
-        share.bucket.note_update(ended, (gradient, numbers.scale, numbers.scalars))
-        if not gradient.is_cuda:  # the update is done
-            share.bucket.await_update()
+        visit_device(share, windows, stream, update_window, (numbers.scale, scalars))
 
     def update_on_host(self, share: BucketShare, numbers: UpdateNumbers) -> None:
         """Update on the CPU: gradients come from the device chunk by chunk, the next while one is used, and weights go
@@ -240,55 +232,12 @@ def aligned_row(row: AdamWScalars) -> list[float]:
     return [*row, *padding]
 
 
-def operands_in_parts(share: BucketShare) -> FusedOperands:
-    """Main weights, and the model's weights where these are others, of a share that is updated in parts."""
-    fused = share.storage.fused_operands()
-    assert fused is not None, "weights that cannot be updated in parts"
-    return fused
-
-
 def share_windows(share: BucketShare) -> list[slice]:
     """Chunks of a share whose states began together."""
     windows: list[slice] = []
     for chunk in chunk_windows(len(share.weights), CHUNK_ELEMENTS):
         windows += share.cut_by_begins(chunk)
     return windows
-
-
-def visits_device(main: Tensor, share: BucketShare) -> bool:
-    """Whether main weights are copied to the device for the update."""
-    device = share.weights.device
-    return main.device != device or device.type == "cpu"
-
-
-def visiting_chunks(share: BucketShare) -> list[Chunk]:
-    """The host tensors of each window of a share."""
-    main, _ = operands_in_parts(share)
-    main_on_host = main if visits_device(main, share) else None
-    return [host_tensors(share, window, main_on_host) for window in share_windows(share)]
-
-
-def host_tensors(share: BucketShare, window: slice, main: Tensor | None) -> list[Tensor]:
-    """The tensors of a window that lie in host memory: main weights, if there are any, and moments with scales."""
-    tensors: list[Tensor] = []
-    if main is not None:
-        tensors.append(main[window])
-    for kind in AdamW.kinds:
-        moment = share.state[kind]
-        codes, scales = codes_and_scales(moment, window)
-        tensors.append(codes)
-        if scales is not None:
-            tensors.append(scales)
-    return tensors
-
-
-def next_moment(moment: Moment, tensors: Iterator[Tensor]) -> CodesAndScales:
-    """A moment's next tensors, in the order of `host_tensors`."""
-    codes = next(tensors)
-    scales = None
-    if isinstance(moment, BlockMoment):
-        scales = next(tensors)
-    return CodesAndScales(codes, scales)
 
 
 def moment_types(optim: OptimConfig) -> tuple[str, str]:

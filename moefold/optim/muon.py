@@ -13,11 +13,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.anatomy.newton_schulz_flops import newton_schulz_flops
+from moefold.anatomy.visiting_states import CHUNK_ELEMENTS
 from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
@@ -26,7 +28,10 @@ from moefold.kernels.optimizer.muon_update import muon_momentum, muon_weights
 from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients
 from moefold.layout.axes import Axis
 from moefold.layout.declare import DeclaredParameter, MatrixShape
+from moefold.optim.device_visits import move_to_host, open_visits, operands_in_parts, visit_device
+from moefold.optim.host_states import HostStream
 from moefold.optim.matrix_batches import MatrixBatch, map_whole_matrices
+from moefold.optim.moments import CodesAndScales
 from moefold.optim.rule import (
     BucketShare,
     MatrixWindow,
@@ -39,7 +44,6 @@ from moefold.optim.rule import (
     weight_decay_of,
     window_of,
 )
-from moefold.shard.storage import FusedOperands
 
 MatrixScale = Callable[[int, int], float]  # of rows and columns
 MUON_SCALES: dict[str, MatrixScale] = {
@@ -53,6 +57,25 @@ DIRECTION_DTYPES = {torch.float16: torch.bfloat16}  # gradients without their lo
 
 WINDOW_ELEMENTS = 2**28  # of matrices that are updated at a time: with few, the host launches longer than they take
 Windows = list[MatrixWindow]
+
+
+class MatrixOperands(NamedTuple):
+    """Flat tensors in which matrices are updated, main weights and weights as a fused kernel has them. They begin at
+    element `start` of the share."""
+
+    main: Tensor
+    weights: Tensor | None
+    momentum: Tensor
+    start: int
+
+    def of(self, window: MatrixWindow) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The parts of a window."""
+        elements = window.elements
+        first = elements.start - self.start
+        last = elements.stop - self.start
+        here = slice(first, last)
+        weights = window_of(self.weights, here)
+        return self.main[here], weights, self.momentum[here]
 
 
 class Muon:
@@ -74,6 +97,9 @@ class Muon:
         rounds_stochastically = optim.rounding == "stochastic"
         stochastic = self.bf16_momentum and rounds_stochastically
         self.options = MuonOptions(momentum, muon.nesterov, stochastic)
+        self.states_on_host = optim.states == "host"
+        self.window_gib = optim.states_window_gib
+        self.host_stream: HostStream | None = None
         self.muon_momentum = kernels[muon_momentum]
         self.newton_schulz = kernels[newton_schulz]
         self.muon_weights = kernels[muon_weights]
@@ -116,44 +142,95 @@ class Muon:
         keep = 1 - lr * self.decay
         return MuonScalars(lr, keep, seed)
 
+    def move_states(self, share: BucketShare, stream: HostStream | None) -> HostStream | None:
+        if not self.states_on_host:
+            return stream
+        move_to_host(share)
+        windows = spans_of(visiting_matrices(share))
+        self.host_stream = open_visits(share, windows, stream, self.window_gib)
+        return self.host_stream
+
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
+        if self.host_stream is None:
+            self.update_in_place(share, scale, scalars)
+        else:
+            self.update_visiting_states(share, self.host_stream, scale, scalars)
+
+    def update_in_place(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         storage = share.storage
         fused = storage.fused_operands()
-        operands = fused or main_values_alone(storage)
+        main, weights = fused or main_values_alone(storage)
+        momentum = share.state["momentum"]
+        assert isinstance(momentum, Tensor), "momentum has no blocks"
+        operands = MatrixOperands(main, weights, momentum, 0)
         for windows in windows_updated_together(share):
             self.update_windows(share, operands, windows, scale, scalars)
         if fused is None:
-            storage.refresh_weights(operands.main)
+            storage.refresh_weights(main)
+
+    def update_visiting_states(
+        self,
+        share: BucketShare,
+        stream: HostStream,
+        scale: Tensor,
+        scalars: Tensor,
+    ) -> None:
+        """Update matrices while their states visit the device. Numbers of the step are copied, since those of the next
+        step may come before the last update."""
+        _, weights = operands_in_parts(share)
+        together = visiting_matrices(share)
+        spans = spans_of(together)
+        scalars = scalars.clone()
+
+        def update_matrices(number: int, main: Tensor, momentum: CodesAndScales) -> None:
+            span = spans[number]
+            beside = window_of(weights, span)
+            operands = MatrixOperands(main, beside, momentum.codes, span.start)
+            windows = together[number]
+            self.update_windows(share, operands, windows, scale, scalars)
+
+        visit_device(share, spans, stream, update_matrices, (scale, scalars))
+        if cutting_axis(share) is not None:  # ranks exchange parts before any exchange of the next forward
+            share.bucket.await_update()
 
     def update_windows(
-        self, share: BucketShare, operands: FusedOperands, windows: Windows, scale: Tensor, scalars: Tensor
+        self,
+        share: BucketShare,
+        operands: MatrixOperands,
+        windows: Windows,
+        scale: Tensor,
+        scalars: Tensor,
     ) -> None:
         axis = cutting_axis(share)
         batches: list[MatrixBatch] = []
         for window in windows:
-            direction = self.next_direction(share, window.elements, scale, scalars)
+            _, _, momentum = operands.of(window)
+            direction = self.next_direction(share, window.elements, momentum, scale, scalars)
             view_NRC = window.matrices(direction)
             batch = self.matrix_batch(window.parameter, view_NRC, axis)
             batches.append(batch)
         orthogonal = map_whole_matrices(batches, self.flops, self.orthogonalise)
         for window, batch, matrices in zip(windows, batches, orthogonal, strict=True):
-            elements = window.elements
-            main = operands.main[elements]
-            weights = window_of(operands.weights, elements)
+            main, weights, _ = operands.of(window)
             matrix_scale = self.scale_of(*batch.whole)
-            first = first_element(share, elements)
+            first = first_element(share, window.elements)
             self.muon_weights(main, weights, matrices.flatten(), matrix_scale, scale, scalars, first)
 
-    def next_direction(self, share: BucketShare, elements: slice, scale: Tensor, scalars: Tensor) -> Tensor:
+    def next_direction(
+        self,
+        share: BucketShare,
+        elements: slice,
+        momentum: Tensor,
+        scale: Tensor,
+        scalars: Tensor,
+    ) -> Tensor:
         """Update the momentum, unless the scale is not finite, and return the direction of the step."""
-        momentum = share.state["momentum"]
-        assert isinstance(momentum, Tensor), "momentum has no blocks"
         gradient = share.gradient[elements]
         dtype = share.weights.dtype
         direction_dtype = DIRECTION_DTYPES.get(dtype, dtype)
         direction = torch.empty_like(gradient, dtype=direction_dtype)
         first = first_element(share, elements)
-        self.muon_momentum(direction, momentum[elements], gradient, scale, scalars, self.options, first)
+        self.muon_momentum(direction, momentum, gradient, scale, scalars, self.options, first)
         return direction
 
     def matrix_batch(self, parameter: DeclaredParameter, view_NRC: Tensor, axis: Axis | None) -> MatrixBatch:
@@ -180,6 +257,30 @@ def windows_updated_together(share: BucketShare) -> Iterator[Windows]:
         return
     for window in share.matrix_windows(WINDOW_ELEMENTS):
         yield [window]
+
+
+def visiting_matrices(share: BucketShare) -> list[Windows]:
+    """Neighbouring matrices whose states visit the device together: as many elements as a chunk has, or one matrix."""
+    together: list[Windows] = []
+    room = 0
+    for window in share.matrix_windows(CHUNK_ELEMENTS):
+        elements = window.elements
+        if elements.stop > room:
+            room = elements.start + CHUNK_ELEMENTS
+            together.append([])
+        together[-1].append(window)
+    return together
+
+
+def spans_of(together: list[Windows]) -> list[slice]:
+    """The elements of a share from the first to the last of the matrices that visit together."""
+    spans: list[slice] = []
+    for windows in together:
+        first = windows[0].elements
+        last = windows[-1].elements
+        span = slice(first.start, last.stop)
+        spans.append(span)
+    return spans
 
 
 def cutting_axis(share: BucketShare) -> Axis | None:

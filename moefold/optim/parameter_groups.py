@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from moefold.config.errors import UserError
 from moefold.config.extensions import find_extension
 from moefold.config.open_names import OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import (
@@ -25,7 +26,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.adamw import AdamW
 from moefold.optim.muon import Muon
-from moefold.optim.rule import Rule, RuleMaker, WeighsMatrices
+from moefold.optim.rule import KeepsStatesOnHost, Rule, RuleMaker, WeighsMatrices
 from moefold.shard.buckets import BucketGroup
 
 DEFAULT_NAME = ""
@@ -68,6 +69,9 @@ class ParameterGroups:
         rule_name = entry.rule or optim.rule
         make_rule = find_rule(rule_name)
         rule = make_rule(entry, optim, self.kernels)
+        if optim.states == "host" and not isinstance(rule, KeepsStatesOnHost):
+            kept = f"but the rule {rule_name} keeps its states on the device"
+            raise UserError(f"optim.states = host, {kept}; set optim.states to device")
         self.rules[name] = GroupRule(rule, entry.lr)
         if rule.whole and entry.rule is None:
             rest = name_of_rest(name)

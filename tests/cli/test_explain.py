@@ -478,7 +478,7 @@ def test_sums_in_two_levels_are_told_with_the_ranks_of_each(capsys: pytest.Captu
         ("--optim.when backward --optim.clip_by unit", "updates inside backward: of each unit (a layer,"),
         ("--optim.when backward --optim.clip_by unit", "clipping: of each unit by the norm of its own gradients"),
         ("--optim.clip_by previous", "clipping: of each unit by the norm of all gradients of the step before"),
-        ("--optim.states host", "states in host memory: AdamW's moments and main weights visit the device"),
+        ("--optim.states host", "states in host memory: moments, momentum and main weights visit the device"),
         ("--optim.states host --optim.update host", "updates on the host: gradients come to AdamW's states there"),
     ],
 )

@@ -194,10 +194,13 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--optim.moments=int8 --optim.rule=muon", 1, "optim.moments = int8"),
         ("--optim.moments=fp8 --optim.groups=*.experts.*:rule=muon", 1, "optim.moments = fp8"),
     ],
-    "states on the host are AdamW's": [
-        ("--optim.states=host --optim.rule=muon", 1, "optim.rule = muon"),
+    "states on the host are read by their update alone": [
         ("--optim.states=host --optim.qk_clip=50", 1, "optim.qk_clip = 50"),
         ("--optim.states=host --precision.recipe=fp8_block --precision.storage=fp8", 1, "precision.storage = fp8"),
+    ],
+    "updates on the host are AdamW's": [
+        ("--optim.update=host --optim.states=host --optim.rule=muon", 1, "optim.rule = muon"),
+        ("--optim.update=host --optim.states=host --optim.groups=*.experts.*:rule=muon", 1, "optim.update = host"),
     ],
     "updates on the host have fp32 states there": [
         ("--optim.update=host", 1, "optim.states = device"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -215,10 +217,54 @@ def test_split_main_weights_are_those_of_an_fp32_copy():
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
 
 
+SHORT_CHUNK = 700  # elements: some matrices visit the device together, some are longer and come alone
+
+
+def weights_and_states(optim: OptimConfig, dtype: str) -> dict[str, torch.Tensor]:
+    """What three steps have left."""
+    model, buckets, optimizer = ready(optim, dtype)
+    for step in range(1, 4):
+        put_gradients(buckets, step)
+        optimizer.step(step, 0.01)
+    found = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for parameter, kind, _, values in optimizer.state():
+        found[f"{parameter.name} {kind}"] = values if isinstance(values, torch.Tensor) else values.get(0, len(values))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("main", ["none", "split", "fp32"])
+def test_states_that_visit_the_device_become_those_that_stay_there(main: Any, dtype: str, monkeypatch):
+    monkeypatch.setattr(muon, "CHUNK_ELEMENTS", SHORT_CHUNK)
+    optim = replace(MUON, main=main, moments="bf16", rounding="stochastic")
+    on_host = replace(optim, states="host")
+    together = [muon.visiting_matrices(share) for share in ready(on_host)[2].shares]
+    assert {1, 2} <= {len(windows) for windows in chain(*together)}
+    stay, visit = (weights_and_states(each, dtype) for each in (optim, on_host))
+    assert stay.keys() == visit.keys()
+    for name, value in stay.items():
+        assert torch.equal(value, visit[name]), name
+
+
+def test_a_scale_that_is_not_finite_changes_no_visiting_state():
+    optim = replace(MUON, states="host")
+    model, buckets, optimizer = ready(optim)
+    put_gradients(buckets, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(1, 0.01, {"": torch.tensor(torch.nan)})
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    momenta = [share.state["momentum"] for share in optimizer.shares if "momentum" in share.state]
+    assert momenta
+    for momentum in momenta:
+        assert isinstance(momentum, torch.Tensor)
+        assert not momentum.any()
+
+
 # On several ranks.
 
 
-CASES = {"fp32": (MUON, "fp32"), "bf16": (MUON, "bf16"), "by head": (BY_HEAD, "fp32")}
+ON_HOST = replace(MUON, states="host")
+CASES = {"fp32": (MUON, "fp32"), "bf16": (MUON, "bf16"), "by head": (BY_HEAD, "fp32"), "on the host": (ON_HOST, "fp32")}
 
 
 @cache
@@ -230,7 +276,8 @@ def weights_on_one_rank() -> dict[str, dict[str, torch.Tensor]]:
 def trained_parts(world: World) -> tuple[dict[str, Any], set[str]]:
     """Each parameter of this rank after three steps, with its part, by case; what was sent, and over which axes."""
     parts: dict[str, Any] = {}
-    with byte_counters.counted_bytes_sent() as sent:
+    short_chunks = mock.patch.object(muon, "CHUNK_ELEMENTS", SHORT_CHUNK)
+    with byte_counters.counted_bytes_sent() as sent, short_chunks:
         for case, (optim, dtype) in CASES.items():
             model = train(optim, dtype, world)
             parts[case] = {p.name: (p.part, p.tensor.detach().clone()) for p in declared_parameters(model)}

@@ -200,6 +200,12 @@ def test_a_rule_for_matrices_refuses_norms_and_biases(toy_rules: None):
         ready(("*: rule=unit_steps",))
 
 
+def test_a_rule_that_keeps_no_states_on_the_host_is_refused_with_them(toy_rules: None):
+    optim = OptimConfig(groups=("*.experts.*: rule=unit_steps",), states="host")
+    with pytest.raises(UserError, match=r"the rule unit_steps keeps its states on the device; set optim\.states"):
+        ParameterGroups(optim, KERNELS)
+
+
 def test_a_pattern_without_a_parameter_and_an_unknown_rule_are_refused_with_near_names():
     names = [name for name, _ in make("fp32").named_parameters()]
     groups = ParameterGroups(OptimConfig(groups=("head.wieght: lr=2", "head.*: lr=1", "*.rooter.*: lr=1")), KERNELS)

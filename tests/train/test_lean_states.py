@@ -34,7 +34,10 @@ def test_a_run_as_on_one_card_learns_and_writes_no_checkpoint(tmp_path: Path):
     assert "no checkpoint" in printed
 
 
-@pytest.mark.parametrize("options", [LEAN, ["--optim.states", "host", "--optim.moments", "bf16"]], ids=["lean", "host"])
+ON_HOST = ["--optim.states", "host", "--optim.moments", "bf16"]
+
+
+@pytest.mark.parametrize("options", [LEAN, ON_HOST, [*ON_HOST, "--optim.rule", "muon"]], ids=["lean", "host", "muon"])
 def test_a_resumed_run_goes_on_to_the_bit(options: list[str], tmp_path: Path):
     whole, _ = train(tmp_path, "whole", 6, ["--checkpoint.every", "3", *options])
     cut, _ = train(tmp_path, "cut", 6, ["--checkpoint.every", "3", *options])

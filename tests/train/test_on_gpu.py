@@ -86,11 +86,12 @@ def test_a_run_resumed_on_the_device_continues_where_it_was(tmp_path: Path):
     assert [line["step"] for line in resumed] == [line["step"] for line in whole]
 
 
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
 @pytest.mark.parametrize("window", ["8", "0"], ids=["all fetched ahead", "three slots"])
-def test_states_on_the_host_give_the_losses_of_states_on_the_device(tmp_path: Path, window: str):
+def test_states_on_the_host_give_the_losses_of_states_on_the_device(tmp_path: Path, window: str, rule: str):
     """Updates run beside the next step: it must wait for each."""
     argv = ["tiny", "--train.steps", "20", "--train.precision", "bf16", "--checkpoint.every", "8"]
-    argv += ["--train.validate_every", "6"]
+    argv += ["--train.validate_every", "6", "--optim.rule", rule]
     there = train(tmp_path / "device", *argv)
     visiting = train(tmp_path / "host", *argv, "--optim.states", "host", "--optim.states_window_gib", window)
     assert losses_of(visiting) == losses_of(there)

@@ -1,0 +1,112 @@
+"""Visits of a share to the device: its states, which are in host memory, come window by window for the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from moefold.optim.host_states import Chunk, HostStream, moment_on_host, pinned_copy
+from moefold.optim.moments import BlockMoment, CodesAndScales, Moment, codes_and_scales
+from moefold.optim.rule import BucketShare
+from moefold.shard.storage import FusedOperands
+
+Windows = Sequence[slice]
+UpdateWindow = Callable[..., None]  # of the window's number, its main weights, and each of its states
+Read = tuple[Tensor, ...]
+
+
+def move_to_host(share: BucketShare) -> None:
+    """Move state and main weights of a share to host memory."""
+    for kind, moment in share.state.items():
+        share.state[kind] = moment_on_host(moment)
+    share.storage.move_main_weights(pinned_copy)
+
+
+def open_visits(
+    share: BucketShare,
+    windows: Windows,
+    stream: HostStream | None,
+    window_gib: float,
+) -> HostStream:
+    """The way on which the windows of a share visit the device: the given one, or a new one."""
+    if stream is None:
+        device = share.weights.device
+        stream = HostStream(device, window_gib)
+    chunks = visiting_chunks(share, windows)
+    stream.expect(chunks)
+    return stream
+
+
+def visit_device(
+    share: BucketShare,
+    windows: Windows,
+    stream: HostStream,
+    update: UpdateWindow,
+    read: Read,
+) -> None:
+    """Update a share window by window on the stream of visits; states are copied to the device and back. `read`: what
+    the update reads beside the gradient."""
+    main, _ = operands_in_parts(share)
+    main_visits = visits_device(main, share)
+
+    def update_chunk(number: int, tensors: list[Tensor]) -> None:
+        rest = iter(tensors)
+        window = windows[number]
+        part = next(rest) if main_visits else main[window]
+        states: list[CodesAndScales] = []
+        for moment in share.state.values():
+            visitor = next_moment(moment, rest)
+            states.append(visitor)
+        update(number, part, *states)
+
+    chunks = visiting_chunks(share, windows)
+    ended = stream.visit(share.number, chunks, update_chunk)
+    gradient = share.gradient
+    share.bucket.note_update(ended, (gradient, *read))
+    if not gradient.is_cuda:  # the update is done
+        share.bucket.await_update()
+
+
+def operands_in_parts(share: BucketShare) -> FusedOperands:
+    """Main weights, and the model's weights where these are others, of a share that is updated in parts."""
+    fused = share.storage.fused_operands()
+    assert fused is not None, "weights that cannot be updated in parts"
+    return fused
+
+
+def visits_device(main: Tensor, share: BucketShare) -> bool:
+    """Whether main weights are copied to the device for the update."""
+    device = share.weights.device
+    return main.device != device or device.type == "cpu"
+
+
+def visiting_chunks(share: BucketShare, windows: Windows) -> list[Chunk]:
+    """The host tensors of each window of a share."""
+    main, _ = operands_in_parts(share)
+    main_on_host = None
+    if visits_device(main, share):
+        main_on_host = main
+    return [host_tensors(share, window, main_on_host) for window in windows]
+
+
+def host_tensors(share: BucketShare, window: slice, main: Tensor | None) -> list[Tensor]:
+    """The tensors of a window that lie in host memory: main weights, if there are any, and states with scales."""
+    tensors: list[Tensor] = []
+    if main is not None:
+        tensors.append(main[window])
+    for moment in share.state.values():
+        codes, scales = codes_and_scales(moment, window)
+        tensors.append(codes)
+        if scales is not None:
+            tensors.append(scales)
+    return tensors
+
+
+def next_moment(moment: Moment, tensors: Iterator[Tensor]) -> CodesAndScales:
+    """A moment's next tensors, in the order of `host_tensors`."""
+    codes = next(tensors)
+    scales = None
+    if isinstance(moment, BlockMoment):
+        scales = next(tensors)
+    return CodesAndScales(codes, scales)
