@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moefold.config.errors import RunFailure
-from moefold.config.run import Config, ParallelConfig
+from moefold.config.run import Config, ParallelConfig, ShardConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
@@ -27,9 +27,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(when: str, model: str = "plain", parallel: ParallelConfig | None = None, **optim: Any) -> Config:
+def configuration(
+    when: str,
+    model: str = "plain",
+    parallel: ParallelConfig | None = None,
+    shard: ShardConfig | None = None,
+    **optim: Any,
+) -> Config:
     config = PRESETS["tiny"]()
     config = replace(config, model=replace(config.model, **MODELS[model]), parallel=parallel or ParallelConfig())
+    config = replace(config, shard=shard or ShardConfig())
     config = shrink_config(config, RANKS)
     settings = {"clip_by": "previous", "max_norm": 1e9} | optim
     return replace(config, optim=replace(config.optim, when=when, **settings))
@@ -47,14 +54,17 @@ def differing_weights(world: World, pairs: list[tuple[Config, Config]]) -> list[
     """The weights of three steps that differ within a pair of configurations, on this rank."""
     found: list[str] = []
     for first, second in pairs:
-        here = create_world(world.rank, world.size, world.device, first.parallel)
+        degrees = first.parallel
+        here = create_world(world.rank, world.size, world.device, degrees, node_size=2, shard=first.shard)
         a, b = (weights_after(config, here, 3) for config in (first, second))
         found += [f"{first.parallel}: {name}" for name in a if not torch.equal(a[name], b[name])]
     return found
 
 
-def pair(model: str, parallel: ParallelConfig | None = None, **optim: Any) -> tuple[Config, Config]:
-    first, second = (configuration(when, model, parallel, **optim) for when in ("step", "backward"))
+def pair(
+    model: str, parallel: ParallelConfig | None = None, shard: ShardConfig | None = None, **optim: Any
+) -> tuple[Config, Config]:  # fmt: skip
+    first, second = (configuration(when, model, parallel, shard, **optim) for when in ("step", "backward"))
     return first, second
 
 
@@ -76,6 +86,9 @@ def test_ranks_update_inside_backward_as_after_it_to_the_bit():
         pair("tied", ParallelConfig(tp=2, ep=2)),
         pair("plain", ParallelConfig(ep=4), clip_by="unit", max_norm=0.05),
         pair("plain", ParallelConfig(cp=2, context="ring", ep=2, etp=2)),
+        pair("MTP", ParallelConfig(tp=2, etp=2), rule="muon"),
+        pair("tied", ParallelConfig(ep=2), ShardConfig(replicas=2)),
+        pair("plain", shard=ShardConfig(sync="hierarchical"), rule="muon", states="host"),
     ]
     for found in run_ranks(differing_weights, RANKS, pairs):
         assert found == []
