@@ -47,6 +47,21 @@ def test_shares_of_any_kind_are_called_equal(shares: str):
     assert f"4 CPU ranks in {nodes}, a small model; whatever is set, states" in done.stdout
 
 
+UPDATES = {
+    "Muon on the host": ["--optim.rule", "muon", "--optim.states", "host", "--parallel.tp", "2"],
+    "in backward": ["--optim.when", "backward", "--optim.clip_by", "previous", "--shard.replicas", "2"],
+    "on the host": ["--optim.states", "host", "--optim.update", "host", "--shard.mode", "zero3"],
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("updates", UPDATES)
+def test_updates_of_any_kind_are_called_equal(updates: str):
+    done = parity(Path(moefold.__file__).parents[1], *UPDATES[updates])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "equal"
+
+
 BUGS = {
     "a gradient norm that skips experts": (
         "shard/gradients.py",
