@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from moefold.config.errors import UserError
 
 LARGEST_JSON = 256 << 20  # bytes; the index of a model with a million tensors has half of that
 
 
-def read_bounded_file(path: Path, most: int = LARGEST_JSON) -> bytes:
+class ReadablePath(Protocol):
+    """A file of this machine, or of remote storage."""
+
+    def open(self, mode: Literal["rb"], /) -> Any: ...
+
+
+def read_bounded_file(path: ReadablePath, most: int = LARGEST_JSON) -> bytes:
     """The bytes of a file, of which no more than `most` are read."""
     with path.open("rb") as file:
         raw = file.read(most + 1)

@@ -284,7 +284,7 @@ def tokenizer_folder(tokenizer: str, vocab: int, checkpoint: StoragePath) -> Pat
 
 def trained_tokenizer(checkpoint: StoragePath) -> Path:
     found = vocabulary_of_checkpoint(checkpoint)
-    if found is None:
+    if not isinstance(found, Path):  # a folder to convert is a local one
         raise UserError(
             f"{checkpoint} was trained with data.tokenizer = trained, and there is no {VOCABULARY_FILE} in the folder "
             "of its run; put the one of this run there"

@@ -122,8 +122,8 @@ def train_in_folder(config: Config, world: World, out: Path, start: RunStart, gu
     if not is_own:
         weights = weights_of_start(start, config, world, out, say)
         adapters = start.lora_from and starting_adapters(start.lora_from, config, world, say)
-    earlier = None if newest else earlier_run(start, is_own, out)
-    vocabulary = keep_vocabulary(config, world, out, earlier, start.resume is not None, say)
+    earlier = str(out) if newest else earlier_run(start, is_own, out)
+    vocabulary = keep_vocabulary(config, world, out, earlier, say)
     run = assemble_run(config, world, out, weights=weights, adapters=adapters, vocabulary=vocabulary)
     require_space_for_checkpoint(run)
     require_keeper_room(run, kept)
@@ -158,11 +158,11 @@ def resumes_own(start: RunStart, config: Config, world: World, out: Path) -> boo
     return bool(start.resume and run_on_rank_zero(partial(checkpoints_at, own), world, own))
 
 
-def earlier_run(start: RunStart, is_own: bool, out: Path) -> str | Path | None:
+def earlier_run(start: RunStart, is_own: bool, out: Path) -> str | None:
     """The run, or one of its checkpoints, whose weights and vocabulary are the start; None: there is none."""
     if start.resume not in (None, "auto"):
         return start.resume
-    return out if is_own else start.init_from
+    return str(out) if is_own else start.init_from
 
 
 def weights_of_start(start: RunStart, config: Config, world: World, out: Path, say: Printer) -> WeightFiller | None:

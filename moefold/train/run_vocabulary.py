@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.checkpoint.format.retention import newest_checkpoint
-from moefold.checkpoint.format.storage import StoragePath
+from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
 from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.comm.consensus import result_of_rank_zero
 from moefold.config.bounded_files import read_bounded_file
@@ -39,33 +39,29 @@ def open_run_tokenizer(config: Config, world: World, out: Path, vocabulary: str 
     return HuggingFaceTokenizer(engine, out, data.end_token)
 
 
-def keep_vocabulary(
-    config: Config, world: World, out: Path, earlier: str | Path | None, is_resumed: bool, say: Printer
-) -> str | None:
+def keep_vocabulary(config: Config, world: World, out: Path, earlier: str | None, say: Printer) -> str | None:
     """The vocabulary of a run, on all ranks, with its file in the run's folder: that of an earlier run whose weights
-    are the start, the one that a run to be resumed has, or one that is trained now. None where none is trained."""
+    are the start, also the run itself, or one that is trained now. None where none is trained."""
     if config.data.tokenizer != TRAINED:
         return None
-    place = partial(place_vocabulary, config, out, earlier, is_resumed, say)
+    place = partial(place_vocabulary, config, out, earlier, say)
     return run_on_rank_zero(place, world, out)
 
 
-def place_vocabulary(config: Config, out: Path, earlier: str | Path | None, is_resumed: bool, say: Printer) -> str:
+def place_vocabulary(config: Config, out: Path, earlier: str | None, say: Printer) -> str:
     own = out / VOCABULARY_FILE
     held = read_vocabulary(own) if own.is_file() else None
-    if earlier is not None:
-        text = vocabulary_of_run(earlier)
-    elif is_resumed and held:
-        text = held
-    else:
-        text = train_aloud(config, say)
+    text = train_aloud(config, say) if earlier is None else vocabulary_of_run(earlier)
     if text != held:
         write_vocabulary(out, text, end_token_of(config.data))
     return text
 
 
-def vocabulary_of_run(earlier: str | Path) -> str:
-    found = vocabulary_of_checkpoint(newest_checkpoint(Path(earlier)))
+def vocabulary_of_run(earlier: str) -> str:
+    run = parse_storage_path(earlier)
+    found = run / VOCABULARY_FILE  # of a run whose checkpoints may be in memory alone
+    if not found.is_file():
+        found = vocabulary_of_checkpoint(newest_checkpoint(run))
     if found is None:
         raise UserError(
             f"data.tokenizer = trained, but {earlier} has no {VOCABULARY_FILE}: its weights belong to another "
@@ -83,7 +79,7 @@ def train_aloud(config: Config, say: Printer) -> str:
     return text
 
 
-def read_vocabulary(path: Path) -> str:
+def read_vocabulary(path: StoragePath) -> str:
     return read_bounded_file(path).decode("utf-8", errors="replace")
 
 
@@ -94,8 +90,8 @@ def write_vocabulary(out: Path, text: str, end_token: str) -> None:
         write_durably(out / name, content.encode())
 
 
-def vocabulary_of_checkpoint(checkpoint: StoragePath) -> Path | None:
+def vocabulary_of_checkpoint(checkpoint: StoragePath) -> StoragePath | None:
     """The file of the vocabulary that the run of a checkpoint has trained; None where there is none above it."""
     run = checkpoint.resolve().parent.parent
     file = run / VOCABULARY_FILE
-    return file if isinstance(file, Path) and file.is_file() else None
+    return file if file.is_file() else None

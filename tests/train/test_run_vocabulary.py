@@ -86,11 +86,10 @@ def test_weights_of_another_run_bring_their_vocabulary_and_a_new_run_trains_its_
     theirs = (run / VOCABULARY_FILE).read_text()
     out = tmp_path / "out"
     out.mkdir()
-    for is_resumed in (False, True):
-        assert place_vocabulary(config, out, run, is_resumed, print_nothing) == theirs
+    for earlier in (run, run / "checkpoints", out):
+        assert place_vocabulary(config, out, str(earlier), print_nothing) == theirs
         assert (out / VOCABULARY_FILE).read_text() == theirs
-    assert place_vocabulary(config, out, None, True, print_nothing) == theirs
-    assert place_vocabulary(config, out, None, False, print_nothing) == own
+    assert place_vocabulary(config, out, None, print_nothing) == own
     assert (out / VOCABULARY_FILE).read_text() == own
     assert own != theirs
 
@@ -100,7 +99,24 @@ def test_weights_without_a_vocabulary_are_refused(run: Path, tmp_path: Path):
     bare = tmp_path / "bare"
     shutil.copytree(run / "checkpoints", bare / "checkpoints")
     with pytest.raises(UserError, match=r"bare has no tokenizer\.json: its weights belong to another vocabulary"):
-        place_vocabulary(config, tmp_path, bare, False, print_nothing)
+        place_vocabulary(config, tmp_path, str(bare), print_nothing)
+
+
+def test_weights_on_remote_storage_bring_their_vocabulary(run: Path, tmp_path: Path):
+    pytest.importorskip("fsspec")
+    config = tiny_config(tmp_path, "one two three " * 300)
+    theirs = (run / VOCABULARY_FILE).read_text()
+    for place in ("", "/checkpoints"):
+        assert place_vocabulary(config, tmp_path, f"file://{run}{place}", print_nothing) == theirs
+
+
+def test_a_run_that_has_no_checkpoint_yet_trains_its_vocabulary_anew(run: Path, tmp_path: Path):
+    """What an earlier start has left there may be of another text."""
+    out = tmp_path / "again"
+    out.mkdir()
+    (out / VOCABULARY_FILE).write_text(train_aloud(tiny_config(tmp_path, "one two three " * 300), print_nothing))
+    trained_run(tmp_path, "again", 1, "--resume", "auto")
+    assert (out / VOCABULARY_FILE).read_bytes() == (run / VOCABULARY_FILE).read_bytes()
 
 
 def test_without_the_library_a_run_ends_with_what_to_install(tmp_path: Path):
