@@ -4,12 +4,14 @@ attention does not hide. Torch-free."""
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from moefold.config.context_rules import is_dynamic, largest_context_size
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES, all_to_all_context_has_heads
 from moefold.config.run import Config
+from moefold.layout.fold import fold_into_grids, split_by_node
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import build_run_setting
 from moefold.plan.options import PlanChoices
@@ -67,10 +69,10 @@ def is_legal_context(config: Config, world: int) -> bool:
 
 def node_shares_heads(config: Config, node: int, world: int) -> bool:
     """Whether the cp ranks of a node, of so many ranks, can swap heads."""
-    parallel = config.parallel
-    ranks = max(1, node // parallel.tp)
-    inside = min(parallel.cp, ranks)
-    swapping = with_parallel(config, context="all_to_all", cp=inside)
+    dense, _ = fold_into_grids(world, config.parallel)
+    inside, _ = split_by_node(dense.partition("cp"), node)
+    ranks = prod(digit.size for digit in inside)
+    swapping = with_parallel(config, context="all_to_all", cp=ranks)
     case = ConfigOnRanks(swapping, world)
     return all_to_all_context_has_heads(case)
 

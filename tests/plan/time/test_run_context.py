@@ -68,6 +68,14 @@ def test_the_ranks_of_a_node_are_those_that_tp_leaves():
     assert [node_shares_heads(over_tp, node, 8) for node in (1, 2, 4, 8)] == [True, True, True, False]
 
 
+def test_groups_that_nodes_do_not_cut_evenly_swap_heads_among_all_their_ranks():
+    """Six heads; on nodes of six ranks a run takes a group of eight to lie inside one node."""
+    model = "--model.attention.heads=6 --model.attention.kv_heads=6 --model.attention.head_dim=32"
+    config = tiny(f"{model} --parallel.cp=8 --data.seq_len=384 --train.global_batch=24", 24)
+    found = choose_context(config, 24, "cpu", 6)
+    assert found.why.endswith("heads are too few to swap for all_to_all, hierarchical")
+
+
 def test_dynamic_sizes_are_priced_in_their_largest_group():
     """Its eight ranks cannot swap the heads, though the two of parallel.cp could."""
     dynamic = tiny(f"{DYNAMIC} --parallel.cp=2", 8)
