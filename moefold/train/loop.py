@@ -66,6 +66,7 @@ from moefold.train.resume import (
     resume_run,
     run_tensors,
     window_of_rank,
+    with_common_window,
 )
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
@@ -102,6 +103,7 @@ class RunStart:
 def run_training(config: Config, world: World, out: Path, start: RunStart, guard: RankGuard) -> StopRequest | None:
     """Train as configured. Every rank calls this. Returns the request that ended the run before its last step."""
     require_trackers(config.observe)
+    config = with_common_window(config, world)
     with folder_claims() as claims:
         own = checkpoint_folder(config, out)
         run_on_rank_zero(partial(claim_run_folder, claims, out, own, start.resume), world, out)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +22,10 @@ from moefold.checkpoint.live.logical_tensors import (
     rng_state_tensors,
 )
 from moefold.checkpoint.live.save import run_on_rank_zero
+from moefold.comm.host_objects import union_of_sets
 from moefold.config.errors import UserError
+from moefold.config.run import Config
+from moefold.layout.axes import World
 from moefold.observe.printer import Printer
 from moefold.train.assemble import Run
 from moefold.train.changed_settings import (
@@ -48,7 +53,16 @@ def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:
 def window_of_rank(run: Run) -> int | None:
     """Host memory that a rank's file may take, in bytes; None where it may take all that it needs."""
     of_node = run.config.checkpoint.host_gib * GIB
-    return int(of_node / run.world.node_size) or None
+    return ceil(of_node / run.world.node_size) or None
+
+
+def with_common_window(config: Config, world: World) -> Config:
+    """The configuration with the window that the machine of one rank needs, if any, on all ranks: machines may have
+    other memory, and pipeline ranks other files."""
+    own = config.checkpoint.host_gib
+    largest = max(union_of_sets({own}, world.everyone))
+    checkpoint = replace(config.checkpoint, host_gib=largest)
+    return replace(config, checkpoint=checkpoint)
 
 
 def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:

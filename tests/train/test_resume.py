@@ -36,7 +36,13 @@ from moefold.config.run import (
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus
-from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
+from moefold.train.resume import (
+    begin_checkpoint,
+    make_background_saver,
+    resume_run,
+    window_of_rank,
+    with_common_window,
+)
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
 
@@ -190,6 +196,19 @@ def test_a_checkpoint_through_a_window_is_the_same_and_resumes_to_the_bit(ranks:
         assert in_pieces
         assert is_same
         assert resumes
+
+
+def window_of_unlike_machines(world: World, folder: str) -> int | None:
+    """The window of a rank where the machine of rank 1 alone has too little memory for whole files, of which too little
+    for one byte a rank."""
+    own = replace(START, checkpoint=CheckpointConfig(host_gib=world.rank / 2**40))
+    config = with_common_window(own, world)
+    return window_of_rank(assemble_run(config, world, Path(folder), random_corpus(config)))
+
+
+def test_machines_that_are_unlike_have_one_window(tmp_path: Path):
+    """Ranks with other settings than rank 0's are refused."""
+    assert run_ranks(window_of_unlike_machines, 2, str(tmp_path)) == [1, 1]
 
 
 @pytest.mark.extended

@@ -34,8 +34,9 @@ PieceBytes = tuple[PieceSpan, memoryview]  # a piece, and some of its bytes, or 
 
 
 class FilePassage:
-    """A save of a rank's file. `copied` is set when tensors may change: where the window holds the file, when its last
-    bytes have left the device. Leaving the context ends the passage, also where the file was not written."""
+    """A save of a rank's file. `copied` is set when tensors may change: where the windows of all ranks hold their
+    files, when the last bytes of this one have left the device. Leaving the context ends the passage, also where the
+    file was not written."""
 
     def __init__(self, window: HostWindow, parts: Parts, lanes: CopyLanes, copied: threading.Event):
         self.window = window

@@ -36,7 +36,8 @@ class FileCut(NamedTuple):
 
 class HostWindow:
     """Host memory of at most `most` bytes (None: as many as the file has), but of two disk blocks at least, for a
-    rank's file, kept from save to save. With pinned memory, copies from a GPU overlap its computation."""
+    rank's file, kept from save to save. With pinned memory, copies from a GPU overlap its computation. `holds_file`:
+    nothing on the device waits for the storage."""
 
     def __init__(self, file: RankFile, most: int | None, pinned: bool):
         self.file = file

@@ -69,7 +69,7 @@ from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, 
 from moefold.checkpoint.live.rank_file import RankFile, WrittenFile, rank_file_name
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.consensus import attempt, gather_results, keep_error, raise_first_problem, result_of_rank_zero
-from moefold.comm.host_objects import gather_objects, scatter_objects
+from moefold.comm.host_objects import gather_objects, scatter_objects, union_of_sets
 from moefold.config.errors import UserError
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer, print_nothing
@@ -117,9 +117,13 @@ def save_checkpoint(
 
 
 def open_window(plan: SavePlan, world: World, most: int | None) -> HostWindow:
-    """Host memory for this rank's file: at most so many bytes."""
+    """Host memory for this rank's file: at most so many bytes. Every rank calls this: where one has no room for its
+    file, all wait for the files, since a rank that went on would wait for it in the midst of a step."""
     on_gpu = world.device.type == "cuda"
-    return HostWindow(RankFile(plan.mine, world.rank), most, on_gpu)
+    window = HostWindow(RankFile(plan.mine, world.rank), most, on_gpu)
+    of_all = union_of_sets({window.holds_file}, world.everyone)
+    window.holds_file = all(of_all)
+    return window
 
 
 def gather_write_plan(parts: dict[str, TensorPart], world: World) -> SavePlan:

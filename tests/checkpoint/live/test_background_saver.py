@@ -17,7 +17,7 @@ from moefold.checkpoint.format.verify import verify_checkpoint
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.host_window import HostWindow
 from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
-from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box, hold_flat_box
+from moefold.checkpoint.live.logical_tensors import HeldBox, TensorPart, hold_box, hold_flat_box
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import World, single_rank_world
 from moefold.watch.position import HERE, enter_step
@@ -180,6 +180,33 @@ def test_through_a_window_an_update_waits_as_long_as_files_are_written_and_is_no
         assert HERE.phase == "step"
     assert phases == ["checkpoint"]
     assert (values(tmp_path, 1, 100_000)["weight"] == 1).all()
+
+
+def wait_beside_a_larger_file(world: World, folder: str) -> tuple[int, int]:
+    """Where the file of rank 1 alone is larger than the window, and slow: its bytes on the disk when a rank is ready
+    for its update, and how often the phase of the rank has changed until then."""
+    first, size = ((0, 1000), (1000, 100_000))[world.rank]
+    values = torch.ones(size)
+
+    def read_slowly(begin: int, end: int) -> torch.Tensor:
+        time.sleep(0.05 * world.rank)
+        return values[begin:end]
+
+    held = HeldBox(((first, size),), read_slowly, values.copy_)
+    enter_step(2)
+    entries = HERE.entries
+    with saver(folder, world, window_bytes=50_000) as saves:
+        saves.begin_save(1, {"weight": TensorPart((101_000,), torch.float32, [held])}, {"step": 1})
+        saves.wait_for_copy()
+        written = sum(file.stat().st_size for file in Path(folder).glob("step-*/rank-00001.safetensors"))
+    return written, HERE.entries - entries
+
+
+def test_ranks_whose_files_have_room_wait_with_those_whose_files_have_none(tmp_path: Path):
+    """Beyond, they would wait for them in the midst of a step, which has a limit."""
+    for written, entries in run_ranks(wait_beside_a_larger_file, 2, str(tmp_path)):
+        assert written > 400_000
+        assert entries == 2, "into a slow phase, and back"
 
 
 def save_beside_collectives(world: World, folder: str) -> float:
