@@ -31,6 +31,7 @@ from moefold.plan.options import PlanChoices
 from moefold.plan.remedies import NothingFits, explain_nothing_fits, remedies_for_layout
 from moefold.plan.request import PlanRequest, read_request, with_dispatcher
 from moefold.plan.search import RankedLayout, SearchResult, describe_layout, search_layouts
+from moefold.plan.time.cheapest_context import with_cheapest_context
 from moefold.plan.time.dynamic_step import dynamic_context, time_step
 from moefold.plan.time.explain_time import explain_time
 from moefold.plan.time.simulate_step import StepTime
@@ -67,7 +68,8 @@ def answer_request(request: Mapping[str, Any]) -> JsonObject:
     """The whole answer to a request; with `explain`, the arithmetic of each number."""
     r = read_request(request)
     if not r.search:
-        config = check_config(r.config, r.gpus)
+        given = check_config(r.config, r.gpus)
+        config = with_cheapest_context(given, r.choices, r.gpu, r.gpus)
         answer = plan_layout(r, config, r.choices)
         answer["searched"] = None
         return answer

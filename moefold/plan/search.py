@@ -25,6 +25,7 @@ from moefold.config.memory_regions import REGIONS
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES
 from moefold.config.run import Config
+from moefold.kernels.facts import shares_sequences
 from moefold.plan.launch import with_planned_memory
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
@@ -315,9 +316,9 @@ class LayoutSearch:
         """The configuration with the mechanism of context parallelism of least predicted time, unless one was set."""
         p = config.parallel
         is_set = p.context != "auto" and "parallel.context" in self.fixed
-        if p.cp == 1 or is_set:
+        if is_set or not shares_sequences(config):
             return config
-        key = (p.tp, p.cp, config.train.micro_batch)
+        key = (p.tp, p.cp, p.pp, config.train.micro_batch)
         if key not in self.context_cache:
             self.context_cache[key] = cheapest_context(config, self.ladder[0], self.gpu, self.world)
         return with_context(config, self.context_cache[key])

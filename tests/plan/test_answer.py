@@ -26,6 +26,15 @@ def searched() -> dict[str, Any]:
     )
 
 
+def test_a_layout_without_a_mechanism_has_the_fastest_one_as_a_run_has():
+    layout = {"model": "deepseek-v3", "gpus": 32, "gpu": "h100", "gbs": 64, "mbs": 1, "seq": 8192}
+    layout |= {"parallel.cp": 32, "parallel.ep": 32, "parallel.pp": 1, "parallel.tp": 1}
+    open_one = answer_request(layout)
+    seconds = {name: answer_request({**layout, "parallel.context": name})["step_s"] for name in ("ring", "all_to_all")}
+    assert open_one["layout"]["parallel.context"] == "all_to_all"
+    assert open_one["step_s"] == seconds["all_to_all"] < seconds["ring"]
+
+
 def test_numbers_follow_from_each_other(one: dict[str, Any]):
     assert one["tokens_per_step"] == 128 * 4096
     assert one["tokens_per_s_per_gpu"] == pytest.approx(one["tokens_per_step"] / one["step_s"] / 16)

@@ -11,6 +11,7 @@ from moefold.config.context_rules import is_dynamic, largest_context_size
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES, all_to_all_context_has_heads
 from moefold.config.run import Config
+from moefold.kernels.facts import shares_sequences
 from moefold.layout.fold import fold_into_grids, split_by_node
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import build_run_setting
@@ -28,6 +29,14 @@ def cheapest_context(config: Config, choices: PlanChoices, gpu: Gpu, world: int)
     if not seconds:
         return config.parallel.context
     return min(seconds, key=seconds.__getitem__)
+
+
+def with_cheapest_context(config: Config, choices: PlanChoices, gpu: Gpu, world: int) -> Config:
+    """The configuration with the mechanism of least time in place of `auto`, where ranks share a sequence."""
+    if config.parallel.context != "auto" or not shares_sequences(config):
+        return config
+    name = cheapest_context(config, choices, gpu, world)
+    return with_context(config, name)
 
 
 def seconds_by_context(config: Config, choices: PlanChoices, gpu: Gpu, world: int) -> dict[str, float]:
