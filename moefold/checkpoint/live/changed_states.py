@@ -1,8 +1,8 @@
 """Changed states: what a run whose rules of the optimizer are not those of a checkpoint does with the states there.
 
 A parameter's states are taken over if the checkpoint has every kind that its rule wants. Else all of them begin anew:
-AdamW corrects both of its moments by one count of updates, so that a mean does without the mean square it came with.
-Kinds that no rule wants are left in the checkpoint.
+AdamW corrects both moments by one count of updates, so that a mean is of no use beside a new mean square. Kinds that no
+rule wants are left in the checkpoint.
 """
 
 from __future__ import annotations
