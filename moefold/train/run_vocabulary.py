@@ -35,7 +35,7 @@ def open_run_tokenizer(config: Config, world: World, out: Path, vocabulary: str 
         return load_tokenizer(data.tokenizer, entries, data.end_token)
     train = partial(train_vocabulary, data, entries)
     text = vocabulary or result_of_rank_zero(train, world)
-    engine = open_engine(TRAINED, text)
+    engine = open_engine(str(out / VOCABULARY_FILE), text)
     return HuggingFaceTokenizer(engine, out, data.end_token)
 
 

@@ -12,8 +12,9 @@ import pytest
 import moefold
 from moefold.config.errors import UserError
 from moefold.config.run import Config, DataConfig, ModelConfig
+from moefold.layout.axes import single_rank_world
 from moefold.observe.printer import print_nothing
-from moefold.train.run_vocabulary import VOCABULARY_FILE, place_vocabulary, train_aloud
+from moefold.train.run_vocabulary import VOCABULARY_FILE, open_run_tokenizer, place_vocabulary, train_aloud
 from moefold.train.text_model import load_text_model
 from tests.support.runs import SMALL, command, corpus, numbers
 
@@ -100,6 +101,12 @@ def test_weights_without_a_vocabulary_are_refused(run: Path, tmp_path: Path):
     shutil.copytree(run / "checkpoints", bare / "checkpoints")
     with pytest.raises(UserError, match=r"bare has no tokenizer\.json: its weights belong to another vocabulary"):
         place_vocabulary(config, tmp_path, str(bare), print_nothing)
+
+
+def test_a_damaged_vocabulary_is_refused_by_the_name_of_its_file(tmp_path: Path):
+    config = tiny_config(tmp_path, "one two three " * 300)
+    with pytest.raises(UserError, match=r"run/tokenizer\.json is not a tokenizer\.json: expected"):
+        open_run_tokenizer(config, single_rank_world(), tmp_path / "run", '{"a":')
 
 
 def test_weights_on_remote_storage_bring_their_vocabulary(run: Path, tmp_path: Path):
