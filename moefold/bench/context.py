@@ -23,6 +23,7 @@ from moefold.plan.time.simulate_step import time_training_step
 
 PETA = 1e15
 GIGA = 1e9
+FIGURES = ("microbatches", "step_s", "least_s", "pflop", "gb")  # of a batch; their means are told
 CAPTION = (
     "PFLOP, GB: of the largest rank, computed in a step and sent for attention. lost: of the time, beyond even work at "
     "the least sizes: waiting for the slowest, launches, sending that attention does not hide."
@@ -36,34 +37,54 @@ def run_benchmark(options: ContextOptions) -> int:
 
 def context_report(options: ContextOptions) -> Report:
     request = read_context_request(options)
-    price = PlannedContextPrice(request.config, request.choices, request.gpu, options.gpus, options.limit)
-    shape = ContextShape(options.gpus // options.pp, options.limit, options.pp)
+    limit = options.limit
+    price = PlannedContextPrice(request.config, request.choices, request.gpu, options.gpus, limit)
+    stage_ranks = options.gpus // options.pp
+    shape = ContextShape(stage_ranks, limit, options.pp)
     check_longest(options, shape)
     update = update_seconds(request, options)
     drawn = LengthDistribution(options.median, options.sigma, options.longest)
     batches: list[dict[str, Row]] = []
     for seed in range(options.batches):
         lengths = drawn.draw(options.tokens, seed)
-        batches.append(measure_batch(lengths, shape, price, options.longest))
-    results = [mean_row(batches, way, update) for way in batches[0]]
-    best_static = min(row["step_s"] for row in results[:-1])
-    ratio = best_static / results[-1]["step_s"]
-    heading = {"model": options.model, "gpu": options.gpu, "gpus": options.gpus, "limit": options.limit}
-    return {**heading, "tokens": options.tokens, "results": results, "ratio": ratio}
+        batch = measure_batch(lengths, shape, price, options.longest)
+        batches.append(batch)
+    ways = batches[0]
+    results = [mean_row(batches, way, update) for way in ways]
+    *static, dynamic = results
+    best_static = min(row["step_s"] for row in static)
+    return {
+        "model": options.model,
+        "gpu": options.gpu,
+        "gpus": options.gpus,
+        "limit": limit,
+        "tokens": options.tokens,
+        "results": results,
+        "ratio": best_static / dynamic["step_s"],
+    }
 
 
 def read_context_request(options: ContextOptions) -> PlanRequest:
-    layout = {"parallel.pp": options.pp, "parallel.ep": options.ep, "parallel.context": options.context}
-    layout |= {"parallel.tp": 1, "parallel.cp": 1, "parallel.etp": 1}
-    cluster = {"model": options.model, "gpu": options.gpu, "gpus": options.gpus}
-    return read_request({**cluster, **layout})
+    fields = {
+        "model": options.model,
+        "gpu": options.gpu,
+        "gpus": options.gpus,
+        "parallel.pp": options.pp,
+        "parallel.ep": options.ep,
+        "parallel.context": options.context,
+        "parallel.tp": 1,
+        "parallel.cp": 1,
+        "parallel.etp": 1,
+    }
+    return read_request(fields)
 
 
 def check_longest(options: ContextOptions, shape: ContextShape) -> None:
-    most = shape.limit * shape.sizes[-1]
+    largest = shape.sizes[-1]
+    most = shape.limit * largest
     if options.longest > most:
         raise UserError(
-            f"--longest {options.longest} is more than {most} tokens, which {shape.sizes[-1]} ranks hold with "
+            f"--longest {options.longest} is more than {most} tokens, which {largest} ranks hold with "
             f"--limit {shape.limit}; expected at most that: raise --limit"
         )
 
@@ -92,33 +113,40 @@ def measure_batch(lengths: list[int], shape: ContextShape, price: PlannedContext
 
 
 def plan_row(plan: ContextPlan, lengths: list[int], shape: ContextShape, price: PlannedContextPrice) -> Row:
-    work = price.work_of_ranks(plan.microbatches, lengths, shape.ranks)
-    by_size = ranks_by_size(plan.microbatches)
+    microbatches = plan.microbatches
+    stages = shape.stages
+    work = price.work_of_ranks(microbatches, lengths, shape.ranks)
+    by_size = ranks_by_size(microbatches)
     least = sum(least_seconds(length, shape, price) for length in lengths)
+    most_computed = max(each.flops for each in work)
+    most_sent = max(each.sent for each in work)
     return {
-        "microbatches": len(plan.microbatches),
+        "microbatches": len(microbatches),
         "step_s": plan.seconds,
-        "least_s": least / (shape.ranks * shape.stages),
-        "pflop": max(each.flops for each in work) / (PETA * shape.stages),
-        "gb": max(each.sent for each in work) / (GIGA * shape.stages),
+        "least_s": least / (shape.ranks * stages),
+        "pflop": most_computed / (PETA * stages),
+        "gb": most_sent / (GIGA * stages),
         "sizes": by_size,
     }
 
 
 def least_seconds(length: int, shape: ContextShape, price: PlannedContextPrice) -> float:
     """Seconds of all ranks of a sample, its least size, were nothing sent."""
-    size = next(each for each in shape.sizes if length <= each * shape.limit)
-    tokens, attention, _ = price.of_sample(length, size)
-    return (tokens + attention) * size
+    fitting = (size for size in shape.sizes if length <= size * shape.limit)
+    least = next(fitting)
+    tokens, attention, _ = price.of_sample(length, least)
+    return (tokens + attention) * least
 
 
 def mean_row(batches: list[dict[str, Row]], way: str, update: float) -> Row:
     rows = [batch[way] for batch in batches]
-    means = {name: mean(row[name] for row in rows) for name in ("microbatches", "step_s", "least_s", "pflop", "gb")}
+    means = {name: mean(row[name] for row in rows) for name in FIGURES}
     lost = 1 - means["least_s"] / means["step_s"]
-    sizes = sorted({size for row in rows for size in row["sizes"]})
+    sizes = set[int]()
+    for row in rows:
+        sizes.update(row["sizes"])
     means["step_s"] += update
-    return {"way": way, **means, "lost": lost, "sizes": sizes}
+    return {"way": way, **means, "lost": lost, "sizes": sorted(sizes)}
 
 
 def print_context_table(report: Report) -> None:
@@ -128,10 +156,16 @@ def print_context_table(report: Report) -> None:
     add_number_columns(table, "microbatches", "step s", "lost", "PFLOP", "GB")
     table.add_column("sizes")
     for row in report["results"]:
-        figures = (f"{row['microbatches']:.1f}", f"{row['step_s']:.2f}", f"{row['lost']:.0%}")
-        largest = (f"{row['pflop']:.2f}", f"{row['gb']:.0f}")
-        sizes = " ".join(map(str, row["sizes"]))
-        table.add_row(row["way"], *figures, *largest, sizes)
+        sizes = map(str, row["sizes"])
+        table.add_row(
+            row["way"],
+            f"{row['microbatches']:.1f}",
+            f"{row['step_s']:.2f}",
+            f"{row['lost']:.0%}",
+            f"{row['pflop']:.2f}",
+            f"{row['gb']:.0f}",
+            " ".join(sizes),
+        )
     console = Console()
     console.print(table)
     console.print(f"dynamic is {report['ratio']:.2f} x the better of the static ones", highlight=False)

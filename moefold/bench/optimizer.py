@@ -59,9 +59,31 @@ class Sizes(NamedTuple):
 
 SIZES = {
     # gate, up and down of 128 experts in 12 layers of Qwen3-30B
-    "cuda": Sizes(12 * 128 * 3, 768, 2048, 128, 2**30, 3.0),
-    "cpu": Sizes(6, 48, 128, 4, 2**16, 0.0),
+    "cuda": Sizes(
+        matrices=12 * 128 * 3,
+        rows=768,
+        columns=2048,
+        grouped=128,
+        elements=2**30,
+        heat_seconds=3.0,
+    ),
+    "cpu": Sizes(
+        matrices=6,
+        rows=48,
+        columns=128,
+        grouped=4,
+        elements=2**16,
+        heat_seconds=0.0,
+    ),
 }
+
+
+class MeasuredUpdate(NamedTuple):
+    """An update, the bytes that it reads and writes, and those kept from step to step."""
+
+    work: Work
+    moved: int
+    kept: int
 
 
 def run_benchmark(options: OptimizerOptions) -> int:
@@ -73,21 +95,30 @@ def optimizer_report(options: OptimizerOptions) -> Report:
     device = resolve_device(options.device)
     seconds = partial(median_seconds, device=device, repeat=options.repeat)
     sizes = SIZES[device]
-    facts = Facts(device, "bf16", cuda_capability(device))
+    capability = cuda_capability(device)
+    facts = Facts(device, "bf16", capability)
     rows = newton_schulz_rows(facts, sizes, seconds)
     free_device_memory(device)
     rows += adamw_rows(facts, sizes, seconds)
-    return {**machine_facts(device), "sizes": sizes._asdict(), "results": rows}
+    report = machine_facts(device)
+    return report | {"sizes": sizes._asdict(), "results": rows}
 
 
 def runnable(op: str, facts: Facts) -> list[str]:
     """Fast implementations that may run here, or else the reference."""
-    names = [choice.name for choice in CATALOG[op] if choice.when(facts)]
+    choices = CATALOG[op]
+    names = [choice.name for choice in choices if choice.when(facts)]
     return names or ["reference"]
 
 
 def timed_row(what: str, kernel: str, seconds: float, rate: float, over: float | None) -> Row:
-    return {"what": what, "kernel": kernel, "milliseconds": seconds * 1e3, "tera_per_second": rate / 1e12, "over": over}
+    return {
+        "what": what,
+        "kernel": kernel,
+        "milliseconds": seconds * 1e3,
+        "tera_per_second": rate / 1e12,
+        "over": over,
+    }
 
 
 # ---- Newton-Schulz
@@ -96,15 +127,21 @@ def timed_row(what: str, kernel: str, seconds: float, rate: float, over: float |
 def newton_schulz_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> list[Row]:
     rows = list(grouped_product_rows(facts, sizes, seconds))
     best = max(row["tera_per_second"] for row in rows)
-    x_NRC = random_bf16(facts.device, sizes.matrices, sizes.rows, sizes.columns)
+    matrix = (sizes.rows, sizes.columns)
+    x_NRC = random_bf16(facts.device, sizes.matrices, *matrix)
     coefficients = newton_schulz_coefficients("quintic", STEPS)
-    flops = sizes.matrices * newton_schulz_flops(sizes.rows, sizes.columns, STEPS)
+    flops_of_each = newton_schulz_flops(*matrix, STEPS)
+    flops = sizes.matrices * flops_of_each
+    at_best = flops / (best * 1e12)
     for name in runnable("newton_schulz", facts):
         tell_progress(f"Newton-Schulz, {name}")
         orthogonalise = newton_schulz.implementations[name]
-        took = seconds(partial(orthogonalise, x_NRC, coefficients))
-        at_best = flops / (best * 1e12)
-        rows.append(timed_row("Newton-Schulz", name, took, flops / took, took / at_best))
+        work = partial(orthogonalise, x_NRC, coefficients)
+        took = seconds(work)
+        rate = flops / took
+        over = took / at_best
+        row = timed_row("Newton-Schulz", name, took, rate, over)
+        rows.append(row)
     return rows
 
 
@@ -113,26 +150,36 @@ def grouped_product_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> Iterat
     first for some seconds: a card at the limit of its power is slower than one that has just begun."""
     tell_progress("grouped products")
     names = runnable("grouped_gemm", facts)
-    w_END = random_bf16(facts.device, sizes.grouped, sizes.rows, sizes.columns)
-    x_RD = random_bf16(facts.device, sizes.grouped * sizes.rows, sizes.columns)
-    ends_E = torch.arange(1, sizes.grouped + 1, dtype=torch.int32, device=facts.device) * sizes.rows
+    device = facts.device
+    experts = sizes.grouped
+    rows = experts * sizes.rows
+    w_END = random_bf16(device, experts, sizes.rows, sizes.columns)
+    x_RD = random_bf16(device, rows, sizes.columns)
+    numbers_E = torch.arange(1, experts + 1, dtype=torch.int32, device=device)
+    ends_E = numbers_E * sizes.rows
+    inputs = (x_RD, w_END, ends_E)
     flops = 2 * x_RD.numel() * sizes.rows
-    times = STEPS * sizes.matrices // sizes.grouped
+    times = STEPS * sizes.matrices // experts
     products: dict[str, Work] = {}
     for name in names:
-        products[name] = partial(grouped_gemm.implementations[name], x_RD, w_END, ends_E)
+        implementation = grouped_gemm.implementations[name]
+        products[name] = partial(implementation, *inputs)
     if hopper_bf16_runs(facts):
-        products["of the expert kernel"] = expert_product(x_RD, w_END, ends_E)
-    heat_device(products[names[0]], sizes.heat_seconds, seconds)
+        products["of the expert kernel"] = expert_product(*inputs)
+    first = products[names[0]]
+    heat_device(first, sizes.heat_seconds, seconds)
     for name, product in products.items():
-        took = seconds(partial(repeat_work, product, times)) / times
-        yield timed_row("grouped product", name, took, flops / took, None)
+        work = partial(repeat_work, product, times)
+        took = seconds(work) / times
+        rate = flops / took
+        yield timed_row("grouped product", name, took, rate, None)
 
 
 def heat_device(work: Work, wanted: float, seconds: Seconds) -> None:
-    begun = time.monotonic()
-    while time.monotonic() < begun + wanted:
-        seconds(partial(repeat_work, work, HEAT_CALLS))
+    calls = partial(repeat_work, work, HEAT_CALLS)
+    end = time.monotonic() + wanted
+    while time.monotonic() < end:
+        seconds(calls)
 
 
 def repeat_work(work: Work, times: int) -> None:
@@ -152,33 +199,57 @@ def expert_product(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Work:
 
 def adamw_rows(facts: Facts, sizes: Sizes, seconds: Seconds) -> Iterator[Row]:
     tell_progress("updates of AdamW")
-    source = torch.ones(sizes.elements, dtype=torch.uint8, device=facts.device)
+    n = sizes.elements
+    device = facts.device
+    source = torch.ones(n, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    took = seconds(partial(target.copy_, source))
-    copied = 2 * sizes.elements / took
+    copy = partial(target.copy_, source)
+    took = seconds(copy)
+    copied = 2 * n / took
     yield timed_row("copy", "torch", took, copied, None)
     for moments in MOMENTS:
-        for name in runnable("adamw", replace(facts, moments=moments, main="none")):
-            update, moved, kept = adamw_update(name, moments, sizes.elements, facts.device)
+        what = f"AdamW, {moments} moments"
+        with_moments = replace(facts, moments=moments, main="none")
+        for name in runnable("adamw", with_moments):
+            update, moved, kept = adamw_update(name, moments, n, device)
             took = seconds(update)
             rate = moved / took
-            row = timed_row(f"AdamW, {moments} moments", name, took, rate, rate / copied)
-            yield {**row, "bytes_per_parameter": kept / sizes.elements}
+            over = rate / copied
+            row = timed_row(what, name, took, rate, over)
+            row["bytes_per_parameter"] = kept / n
+            yield row
 
 
-def adamw_update(kernel: str, moments: str, n: int, device: str) -> tuple[Work, int, int]:
-    """An update of n bf16 weights, the bytes that it reads and writes, and those kept from step to step."""
+def adamw_update(kernel: str, moments: str, n: int, device: str) -> MeasuredUpdate:
+    """An update of n bf16 weights."""
     weights = random_bf16(device, n)
     gradient = random_bf16(device, n)
     dtypes = block_dtypes(moments)
     assert dtypes is not None, f"{moments} has no blocks"
-    mean = encode_blocks(gradient, dtypes[0], is_second=False)
-    square = encode_blocks(gradient.square(), dtypes[1], is_second=True)
-    scale = torch.ones((), dtype=torch.float64, device=device)
-    scalars = torch.tensor(adamw_scalars(3, 1e-4, ADAMW), dtype=torch.float64, device=device)
-    state = (weights, gradient, mean.codes, square.codes, None, scale, scalars, ADAMW, 0, mean.scales, square.scales)
-    kept = sum(x.nbytes for x in (weights, *mean, *square))
-    return partial(adamw.implementations[kernel], *state), 2 * kept + gradient.nbytes, kept
+    m_dtype, v_dtype = dtypes
+    mean = encode_blocks(gradient, m_dtype, is_second=False)
+    square = encode_blocks(gradient.square(), v_dtype, is_second=True)
+    now = adamw_scalars(3, 1e-4, ADAMW)
+    wide = torch.float64
+    scale = torch.ones((), dtype=wide, device=device)
+    scalars = torch.tensor(now, dtype=wide, device=device)
+    update = partial(
+        adamw.implementations[kernel],
+        weights,
+        gradient,
+        mean.codes,
+        square.codes,
+        None,
+        scale,
+        scalars,
+        ADAMW,
+        m_scales=mean.scales,
+        v_scales=square.scales,
+    )
+    held = (weights, *mean, *square)
+    kept = sum(x.nbytes for x in held)
+    moved = 2 * kept + gradient.nbytes
+    return MeasuredUpdate(update, moved, kept)
 
 
 def random_bf16(device: str, *shape: int) -> Tensor:
@@ -191,7 +262,14 @@ def print_optimizer_report(report: Report) -> None:
     table = report_table(title, "what", "kernel", caption=CAPTION)
     add_number_columns(table, "ms", "TF/s, TB/s", "over", "bytes a parameter")
     for row in report["results"]:
-        numbers = [row["over"], row.get("bytes_per_parameter")]
-        texts = ["" if number is None else f"{number:.2f}" for number in numbers]
-        table.add_row(row["what"], row["kernel"], f"{row['milliseconds']:.2f}", f"{row['tera_per_second']:.4g}", *texts)
-    Console().print(table)
+        milliseconds = f"{row['milliseconds']:.2f}"
+        rate = f"{row['tera_per_second']:.4g}"
+        over = number_text(row["over"])
+        kept = number_text(row.get("bytes_per_parameter"))
+        table.add_row(row["what"], row["kernel"], milliseconds, rate, over, kept)
+    console = Console()
+    console.print(table)
+
+
+def number_text(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"

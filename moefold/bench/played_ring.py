@@ -28,7 +28,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import AttentionShape, Facts
 from moefold.layout.axes import Axis
 from moefold.layout.dtypes import DTYPES
-from moefold.model.attention.context_parallel import RingSetting, begins_from_chunks, blocks_seen
+from moefold.model.attention.context_parallel import RingSetting, begins_from_chunks, blocks_seen, log_sums_before_keys
 from moefold.model.token_layout import zigzag_positions
 
 PLAYED_SHAPES = {  # by device; on a CPU a smoke test
@@ -42,6 +42,7 @@ PRODUCTS = 7  # two of forward and five of backward
 CPU_RUNS = 1
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+Work = Callable[[], object]
 
 
 class Heads(NamedTuple):
@@ -64,6 +65,16 @@ class Outcome(NamedTuple):
     lse: Tensor
 
 
+class OwnedBlock(NamedTuple):
+    """Whose keys, queries, keys, how far ahead, and where documents begin."""
+
+    owner: int
+    mine: slice
+    theirs: slice
+    ahead: int
+    begins: Tensor | None
+
+
 @dataclass(frozen=True)
 class PlayedRing:
     """A ring of `ranks` ranks over one sequence, played by this process."""
@@ -80,100 +91,152 @@ class PlayedRing:
     def place(self, rank: int) -> RingSetting:
         every = tuple(range(self.ranks))
         cp = Axis("cp", every, rank)
-        return RingSetting(self.scale, self.mask.window, cp, self.kernels, None)
+        window = self.mask.window
+        return RingSetting(self.scale, window, cp, self.kernels, watch=None)
 
     def positions(self) -> Tensor:
-        length = self.heads.q.shape[1]
-        return zigzag_positions(length, self.ranks, self.heads.q.device)
+        q = self.heads.q
+        length = q.shape[1]
+        return zigzag_positions(length, self.ranks, q.device)
 
     def shares(self) -> list[Heads]:
         """What each rank holds."""
-        return [self.heads.held(positions) for positions in self.positions()]
+        of_ranks = self.positions()
+        return [self.heads.held(positions) for positions in of_ranks]
 
     def play(self) -> list[Gradients]:
         """Forward and backward of all ranks; gradients as the ranks hold them."""
         shares = self.shares()
-        outcomes = [self.forward(shares, rank) for rank in range(self.ranks)]
+        outcomes: list[Outcome] = []
+        for rank in range(self.ranks):
+            outcome = self.forward(shares, rank)
+            outcomes.append(outcome)
         return self.backward(shares, outcomes)
 
-    def blocks(self, shares: list[Heads], rank: int) -> Iterator[tuple[int, slice, slice, int, Tensor | None]]:
-        """Whose keys, queries, keys, how far ahead, and where documents begin."""
+    def blocks(self, shares: list[Heads], rank: int) -> Iterator[OwnedBlock]:
         setting = self.place(rank)
         q = shares[rank].q
         begins = begins_from_chunks(self.mask.begins_BS, setting.cp)
         for hop in range(self.ranks):
             owner = (rank - hop) % self.ranks
             for seen in blocks_seen(q, begins, owner, setting):
-                yield owner, *seen
+                yield OwnedBlock(owner, *seen)
 
     def forward(self, shares: list[Heads], rank: int) -> Outcome:
+        attend = self.kernels[attention_block]
+        merge_block = self.kernels[merge_attention_block]
         q, _, v, _ = shares[rank]
         wide = torch.promote_types(q.dtype, torch.float32)
-        b, s, h, _ = q.shape
-        out = q.new_zeros((b, s, h, v.shape[-1]), dtype=wide)
-        lse = q.new_full((b, h, s), -torch.inf, dtype=wide)
-        for owner, mine, theirs, ahead, begins in self.blocks(shares, rank):
-            keys, values = shares[owner].k[:, theirs], shares[owner].v[:, theirs]
-            mask = (ahead, self.mask.window, begins)
-            part = self.kernels[attention_block](q[:, mine], keys, values, self.scale, *mask)
-            self.kernels[merge_attention_block](out[:, mine], lse[..., mine], *part)
+        by_head = q.shape[:-1]
+        value_width = v.shape[-1]
+        shape = (*by_head, value_width)
+        out = q.new_zeros(shape, dtype=wide)
+        lse = log_sums_before_keys(q, None, wide)
+        for block in self.blocks(shares, rank):
+            mine = block.mine
+            q_part = q[:, mine]
+            keys, values = keys_and_values(shares, block)
+            mask = self.mask_of(block)
+            part = attend(q_part, keys, values, self.scale, *mask)
+            out_part = out[:, mine]
+            lse_part = lse[..., mine]
+            merge_block(out_part, lse_part, *part)
         return Outcome(out, lse)
+
+    def mask_of(self, block: OwnedBlock) -> BlockMask:
+        window = self.mask.window
+        return BlockMask(block.ahead, window, block.begins)
 
     def backward(self, shares: list[Heads], outcomes: list[Outcome]) -> list[Gradients]:
         """Sums are in fp32, as those that travel."""
+        block_gradients = self.kernels[attention_block_backward]
         wide = outcomes[0].y.dtype
-        sums = [[torch.zeros_like(x, dtype=wide) for x in (each.q, each.k, each.v)] for each in shares]
+        sums = [zero_gradients(share, wide) for share in shares]
         for rank, (y, lse) in enumerate(outcomes):
             q, _, _, dy = shares[rank]
-            delta = (dy.to(wide) * y).sum(-1).transpose(1, 2)
-            for owner, mine, theirs, ahead, begins in self.blocks(shares, rank):
-                keys, values = shares[owner].k[:, theirs], shares[owner].v[:, theirs]
-                heads = (dy[:, mine], q[:, mine], keys, values)
-                statistics = (lse[..., mine], delta[..., mine])
-                mask = (ahead, self.mask.window, begins)
-                parts = self.kernels[attention_block_backward](*heads, *statistics, self.scale, *mask)
-                _, dk, dv = sums[owner]
-                sums[rank][0][:, mine] += parts[0]
-                dk[:, theirs] += parts[1]
-                dv[:, theirs] += parts[2]
-        return [(dq, dk, dv) for dq, dk, dv in sums]
+            dq, _, _ = sums[rank]
+            by_value = dy.to(wide) * y
+            by_position = by_value.sum(-1)
+            delta = by_position.transpose(1, 2)
+            for block in self.blocks(shares, rank):
+                mine = block.mine
+                dy_part = dy[:, mine]
+                q_part = q[:, mine]
+                keys, values = keys_and_values(shares, block)
+                heads = (dy_part, q_part, keys, values)
+                lse_part = lse[..., mine]
+                delta_part = delta[..., mine]
+                mask = self.mask_of(block)
+                parts = block_gradients(*heads, lse_part, delta_part, self.scale, *mask)
+                dq_part, dk_part, dv_part = parts
+                _, dk, dv = sums[block.owner]
+                dq[:, mine] += dq_part
+                dk[:, block.theirs] += dk_part
+                dv[:, block.theirs] += dv_part
+        return sums
+
+
+def keys_and_values(shares: list[Heads], block: OwnedBlock) -> tuple[Tensor, Tensor]:
+    owner = shares[block.owner]
+    keys = owner.k[:, block.theirs]
+    values = owner.v[:, block.theirs]
+    return keys, values
+
+
+def zero_gradients(share: Heads, dtype: torch.dtype) -> Gradients:
+    dq = torch.zeros_like(share.q, dtype=dtype)
+    dk = torch.zeros_like(share.k, dtype=dtype)
+    dv = torch.zeros_like(share.v, dtype=dtype)
+    return dq, dk, dv
 
 
 def played_ring_rows(device: str) -> list[Row]:
     """For each mask: the whole sequence, and rings of each size."""
     shape = PLAYED_SHAPES[device]
-    facts = Facts(device, PRECISIONS[device], cuda_capability(device), attention=shape)
+    precision = PRECISIONS[device]
+    capability = cuda_capability(device)
+    facts = Facts(device, precision, capability, attention=shape)
     kernels = BoundKernels(facts)
     heads = random_heads(shape, facts)
     rows: list[Row] = []
-    for name, mask in played_masks(shape, device).items():
-        flops = PRODUCTS * 2 * visible_pairs(mask, heads) * shape.heads * shape.head_dim
-        whole = timed(whole_sequence(heads, mask, kernels), device)
-        rows.append(played_row(name, "whole", whole, flops))
+    masks = played_masks(shape, device)
+    for name, mask in masks.items():
+        pairs = visible_pairs(mask, heads)
+        flops = PRODUCTS * 2 * pairs * shape.heads * shape.head_dim
+        work = whole_sequence(heads, mask, kernels)
+        whole = timed(work, device)
+        row = played_row(name, "whole", whole, flops)
+        rows.append(row)
         for ranks in RING_SIZES:
             ring = PlayedRing(heads, mask, ranks, kernels)
             milliseconds = timed(ring.play, device)
             row = played_row(name, f"{ranks} ranks", milliseconds, flops)
-            rows.append(row | {"of whole": whole / milliseconds})
+            row["of whole"] = whole / milliseconds
+            rows.append(row)
     return rows
 
 
 def random_heads(shape: AttentionShape, facts: Facts, sequences: int = 1) -> Heads:
-    generator = torch.Generator(facts.device)
+    device = facts.device
+    dtype = DTYPES[facts.dtype]
+    generator = torch.Generator(device)
     generator.manual_seed(0)
 
     def drawn(heads: int, width: int) -> Tensor:
-        x = torch.randn((sequences, shape.length, heads, width), device=facts.device, generator=generator)
-        return x.to(DTYPES[facts.dtype])
+        size = (sequences, shape.length, heads, width)
+        x = torch.randn(size, device=device, generator=generator)
+        return x.to(dtype)
 
     q = drawn(shape.heads, shape.head_dim)
     k = drawn(shape.kv_heads, shape.head_dim)
     v = drawn(shape.kv_heads, shape.value_dim)
-    return Heads(q, k, v, drawn(shape.heads, shape.value_dim))
+    dy = drawn(shape.heads, shape.value_dim)
+    return Heads(q, k, v, dy)
 
 
 def played_masks(shape: AttentionShape, device: str) -> dict[str, BlockMask]:
-    begins = document_begins(1, shape.length).to(device)
+    begins = document_begins(1, shape.length)
+    begins = begins.to(device)
     window = WINDOWS[device]
     return {
         "causal": BlockMask(0),
@@ -183,23 +246,29 @@ def played_masks(shape: AttentionShape, device: str) -> dict[str, BlockMask]:
 
 
 def visible_pairs(mask: BlockMask, heads: Heads) -> float:
-    length = heads.q.shape[1]
-    return mask.visible_share(heads.q) * length**2
+    q = heads.q
+    length = q.shape[1]
+    share = mask.visible_share(q)
+    return share * length**2
 
 
 def whole_sequence(heads: Heads, mask: BlockMask, kernels: BoundKernels) -> Callable[[], Gradients]:
     """Attention of one rank, by the kernel that a run takes."""
-    q, k, v = (x.detach().requires_grad_() for x in heads[:3])
+    q, k, v, dy = map(Tensor.detach, heads)
+    inputs = (q, k, v)
+    for x in inputs:
+        x.requires_grad_()
     scale = q.shape[-1] ** -0.5
+    attend = kernels[attention]
 
     def forward_and_backward() -> Gradients:
-        y = kernels[attention](q, k, v, scale, mask.window, None, mask.begins_BS)
-        return torch.autograd.grad(y, (q, k, v), heads.dy)  # pyright: ignore[reportReturnType]
+        y = attend(q, k, v, scale, mask.window, None, mask.begins_BS)
+        return torch.autograd.grad(y, inputs, dy)  # pyright: ignore[reportReturnType]
 
     return forward_and_backward
 
 
-def timed(work: Callable[[], object], device: str) -> float:
+def timed(work: Work, device: str) -> float:
     """Milliseconds: the median of several runs."""
     if device == "cuda":
         return median_milliseconds(work)  # pyright: ignore[reportArgumentType]
@@ -207,12 +276,19 @@ def timed(work: Callable[[], object], device: str) -> float:
     for _ in range(1 + CPU_RUNS):
         begun = time.perf_counter()
         work()
-        times.append((time.perf_counter() - begun) * 1e3)
+        took = time.perf_counter() - begun
+        times.append(took * 1e3)
     return median(times[1:])
 
 
 def played_row(mask: str, ring: str, milliseconds: float, flops: float) -> Row:
-    return {"mask": mask, "ring": ring, "milliseconds": milliseconds, "teraflops": flops / milliseconds / 1e9}
+    teraflops = flops / milliseconds / 1e9
+    return {
+        "mask": mask,
+        "ring": ring,
+        "milliseconds": milliseconds,
+        "teraflops": teraflops,
+    }
 
 
 def played_ring_table(rows: list[Row]) -> Table:
@@ -220,7 +296,10 @@ def played_ring_table(rows: list[Row]) -> Table:
     table = report_table(title, "mask", "ring")
     add_number_columns(table, "ms", "TF/s", "of the plain kernel's rate")
     for row in rows:
-        share = f"{row['of whole']:.2f}" if "of whole" in row else ""
-        cells = (f"{row['milliseconds']:.2f}", f"{row['teraflops']:.3g}", share)
-        table.add_row(row["mask"], row["ring"], *cells)
+        milliseconds = f"{row['milliseconds']:.2f}"
+        teraflops = f"{row['teraflops']:.3g}"
+        share = ""
+        if "of whole" in row:
+            share = f"{row['of whole']:.2f}"
+        table.add_row(row["mask"], row["ring"], milliseconds, teraflops, share)
     return table
