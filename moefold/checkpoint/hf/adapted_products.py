@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moefold.anatomy.products import ProductSpec, adaptable_weights, product_of_weight
 from moefold.checkpoint.hf.adapter_folder import AdapterFolder, AdapterPair, have_equal_bytes
@@ -64,6 +65,16 @@ class OurWeight:
     experts: int  # 0: no stack
 
 
+class LoraSetting(NamedTuple):
+    rank: int
+    alpha: float
+
+
+NO_ADAPTER = LoraSetting(0, 0.0)
+SlotPairs = list[AdapterPair | None]  # of all experts' modules with one place in our weight
+WeightAndPiece = tuple[OurWeight, MappedPiece]
+
+
 def adapted_products(folder: AdapterFolder, model: ModelConfig) -> list[AdaptedProduct]:
     """Every product that the folder has an adapter for. Modules that no product of the model is, shapes and ranks that
     do not fit, are refused all at once."""
@@ -78,7 +89,8 @@ def adapted_products(folder: AdapterFolder, model: ModelConfig) -> list[AdaptedP
         pairs = [pair_of(folder, module_of(piece)) for piece in pieces]
         used = [pair.module for pair in pairs if pair]
         if used:
-            found.append(product_from_pieces(folder, weight, pieces, problems))
+            product = product_from_pieces(folder, weight, pieces, problems)
+            found.append(product)
         elif weight.experts and pieces:
             is_swapped = experts_module(pieces[0].theirs) in swapped
             product = product_from_stack(folder, weight, pieces[0], is_swapped)
@@ -86,7 +98,10 @@ def adapted_products(folder: AdapterFolder, model: ModelConfig) -> list[AdaptedP
                 found.append(product)
                 used = [product.stack.pair.module]
         left -= set(used)
-    problems += [unplaced_problem(folder.pairs[module], table) for module in sorted(left)]
+    for module in sorted(left):
+        pair = folder.pairs[module]
+        problem = unplaced_problem(pair, table)
+        problems.append(problem)
     if problems:
         raise UserError(f"{folder.path} has adapters that do not fit the model:", *first_few_lines(problems))
     return found
@@ -104,7 +119,8 @@ def module_of(piece: MappedPiece) -> str:
 
 
 def pair_of(folder: AdapterFolder, module: str) -> AdapterPair | None:
-    return folder.pairs.get(module) or folder.pairs.get(present_name(module))
+    of_module = folder.pairs.get
+    return of_module(module) or of_module(present_name(module))
 
 
 def present_name(module: str) -> str:
@@ -116,7 +132,7 @@ def present_name(module: str) -> str:
 
 def unplaced_problem(pair: AdapterPair, table: NameTable) -> str:
     shown = printable_text(pair.module)
-    shapes = f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
+    shapes = shapes_text(pair)
     if f"{pair.module}.weight" in table.pieces_by_theirs:
         return f'"{shown}" has an adapter; embedding, head and norms have none here'
     if pair.module.removesuffix(INNER).endswith(".experts"):
@@ -124,17 +140,29 @@ def unplaced_problem(pair: AdapterPair, table: NameTable) -> str:
     return f'"{shown}" has {shapes}, but the model has no such linear layer'
 
 
+def shapes_text(pair: AdapterPair) -> str:
+    return f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
+
+
 def product_from_pieces(
     folder: AdapterFolder, weight: OurWeight, pieces: list[MappedPiece], problems: list[str]
 ) -> AdaptedProduct:
     """A product whose matrices of theirs have a pair each, those of experts too."""
     slots = matrices_by_slot(weight, pieces)
-    pairs_of = [[pair_of(folder, module) for module in modules] for modules in slots]
-    ranks = [max((pair.a.shape[0] for pair in pairs if pair), default=0) for pairs in pairs_of]
-    firsts = [0] * len(slots)
-    if not is_one_a(pairs_of):
-        firsts = [sum(ranks[:slot]) for slot in range(len(slots))]
-    first_of = {module: first for modules, first in zip(slots, firsts, strict=True) for module in modules}
+    pairs_of: list[SlotPairs] = []
+    for modules in slots:
+        pairs = [pair_of(folder, module) for module in modules]
+        pairs_of.append(pairs)
+    is_shared = is_one_a(pairs_of)
+    first_of: dict[str, int] = {}
+    first = rank = 0
+    for modules, pairs in zip(slots, pairs_of, strict=True):
+        for module in modules:
+            first_of[module] = first
+        slot_rank = largest_rank(pairs)
+        rank = max(rank, first + slot_rank)
+        if not is_shared:
+            first += slot_rank
     sources: list[PieceSource] = []
     for piece in pieces:
         module = module_of(piece)
@@ -142,9 +170,16 @@ def product_from_pieces(
         if pair is None:
             continue
         problems += pair_problems(folder, pair, piece)
-        sources.append(PieceSource(piece, pair, first_of[module], folder.scale_of(module)))
-    rank = max(first + size for first, size in zip(firsts, ranks, strict=True))
-    return AdaptedProduct(weight.product, rank, sources[0].scale, tuple(sources))
+        scale = folder.scale_of(module)
+        source = PieceSource(piece, pair, first_of[module], scale)
+        sources.append(source)
+    scale = sources[0].scale
+    return AdaptedProduct(weight.product, rank, scale, tuple(sources))
+
+
+def largest_rank(pairs: SlotPairs) -> int:
+    ranks = [pair.a.shape[0] for pair in pairs if pair]
+    return max(ranks, default=0)
 
 
 def matrices_by_slot(weight: OurWeight, pieces: list[MappedPiece]) -> list[list[str]]:
@@ -153,12 +188,14 @@ def matrices_by_slot(weight: OurWeight, pieces: list[MappedPiece]) -> list[list[
     for piece in pieces:
         expert = piece.corner[0] if weight.experts else 0
         modules = by_expert.setdefault(expert, [])
-        if module_of(piece) not in modules:
-            modules.append(module_of(piece))
-    return [list(modules) for modules in zip(*by_expert.values(), strict=True)]
+        module = module_of(piece)
+        if module not in modules:
+            modules.append(module)
+    slots = zip(*by_expert.values(), strict=True)
+    return [list(modules) for modules in slots]
 
 
-def is_one_a(pairs_of: list[list[AdapterPair | None]]) -> bool:
+def is_one_a(pairs_of: list[SlotPairs]) -> bool:
     """Whether the pairs of every expert have one A, as those that moefold wrote."""
     if len(pairs_of) == 1:
         return True
@@ -175,7 +212,7 @@ def pair_problems(folder: AdapterFolder, pair: AdapterPair, piece: MappedPiece) 
     expected = (rank, inputs), (outputs, rank)
     if (pair.a.shape, pair.b.shape) == expected:
         return []
-    shapes = f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
+    shapes = shapes_text(pair)
     wanted = " and ".join(str(list(shape)) for shape in expected)
     return [f'"{printable_text(pair.module)}" has {shapes}; expected {wanted}']
 
@@ -195,15 +232,17 @@ def product_from_stack(
     for pair in stack_pairs(folder, piece):
         if (pair.a.shape, pair.b.shape) == expected:
             source = StackSource(piece, pair, is_swapped)
-            return AdaptedProduct(weight.product, folder.rank_of(target), folder.scale_of(target), stack=source)
+            rank = folder.rank_of(target)
+            scale = folder.scale_of(target)
+            return AdaptedProduct(weight.product, rank, scale, stack=source)
     return None
 
 
 def stack_pairs(folder: AdapterFolder, piece: MappedPiece) -> list[AdapterPair]:
     """The pairs of the module that has all experts' parameters."""
-    module = experts_module(piece.theirs)
-    pairs = folder.pairs.get(module), folder.pairs.get(module + INNER)
-    return [pair for pair in pairs if pair]
+    outer = experts_module(piece.theirs)
+    names = (outer, outer + INNER)
+    return [folder.pairs[name] for name in names if name in folder.pairs]
 
 
 def stack_target(weight: OurWeight, piece: MappedPiece) -> str:
@@ -212,58 +251,77 @@ def stack_target(weight: OurWeight, piece: MappedPiece) -> str:
 
 
 def stack_shapes(folder: AdapterFolder, weight: OurWeight, piece: MappedPiece, is_swapped: bool) -> PairShapes:
-    rank = folder.rank_of(stack_target(weight, piece))
-    inputs, outputs = weight.product.inputs, weight.product.outputs
+    target = stack_target(weight, piece)
+    ranks = weight.experts * folder.rank_of(target)  # of all experts together
+    inputs = weight.product.inputs
+    outputs = weight.product.outputs
     if is_swapped:
         inputs, outputs = outputs, inputs
-    return (weight.experts * rank, inputs), (outputs, rank * weight.experts)
+    return (ranks, inputs), (outputs, ranks)
 
 
 def swapped_modules(folder: AdapterFolder, weights: Iterable[OurWeight], table: NameTable) -> set[str]:
     """Modules of experts whose pairs fit only with inputs and outputs swapped. One pair alone may fit both ways."""
-    by_module: dict[str, list[tuple[OurWeight, MappedPiece]]] = {}
+    by_module: dict[str, list[WeightAndPiece]] = {}
     for weight in weights:
         pieces = table.pieces_by_ours.get(weight.name)
-        if weight.experts and pieces and len(pieces[0].their_shape) == 2:
-            module = experts_module(pieces[0].theirs)
-            by_module.setdefault(module, []).append((weight, pieces[0]))
+        if not weight.experts or not pieces:
+            continue
+        first = pieces[0]
+        if len(first.their_shape) == 2:
+            module = experts_module(first.theirs)
+            members = by_module.setdefault(module, [])
+            members.append((weight, first))
     swapped: set[str] = set()
     for module, members in by_module.items():
-        _, first = members[0]
-        shapes = {(pair.a.shape, pair.b.shape) for pair in stack_pairs(folder, first)}
         plain = {stack_shapes(folder, *member, is_swapped=False) for member in members}
-        if not shapes <= plain:
-            swapped.add(module)
+        _, first = members[0]
+        for pair in stack_pairs(folder, first):
+            shapes = (pair.a.shape, pair.b.shape)
+            if shapes not in plain:
+                swapped.add(module)
     return swapped
 
 
 def lora_of_folder(folder: AdapterFolder, model: ModelConfig) -> LoraConfig:
     """The section `lora` of a run that goes on with the folder's adapters."""
     products = adapted_products(folder, model)
-    settings = {each.product.name: (each.rank, alpha_of(each, folder.rs)) for each in products}
-    ((rank, alpha), _), *_ = Counter(settings.values()).most_common(1)
-    by_place: dict[str, dict[str, tuple[int, float]]] = {}
+    settings: dict[str, LoraSetting] = {}
+    for each in products:
+        alpha = alpha_of(each, folder.rs)
+        settings[each.product.name] = LoraSetting(each.rank, alpha)
+    counted = Counter(settings.values())
+    ((usual, _),) = counted.most_common(1)
+    by_place: dict[str, dict[str, LoraSetting]] = {}
     for weight in our_weights(model):
         product = weight.product
-        if product.name in settings or product.layer is not None:
-            by_place.setdefault(product.place, {})[product.name] = settings.get(product.name, (0, 0.0))
+        name = product.name
+        if name in settings or product.layer is not None:
+            by_name = by_place.setdefault(product.place, {})
+            by_name[name] = settings.get(name, NO_ADAPTER)
     targets: list[str] = []
     for place, by_name in by_place.items():
         kinds = set(by_name.values())
         if len(kinds) == 1:
             by_name = {f"blocks.*.{place}": kinds.pop()}
         for name, setting in by_name.items():
-            if setting[0]:
-                targets.append(name + options_text(setting, (rank, alpha)))
-    return LoraConfig(rank=rank, alpha=alpha, rs=folder.rs, targets=tuple(targets))
+            if setting.rank:
+                target = name + options_text(setting, usual)
+                targets.append(target)
+    return LoraConfig(
+        rank=usual.rank,
+        alpha=usual.alpha,
+        rs=folder.rs,
+        targets=tuple(targets),
+    )
 
 
 def alpha_of(adapted: AdaptedProduct, rs: bool) -> float:
-    return adapted.scale * (adapted.rank**0.5 if rs else adapted.rank)
+    rank = adapted.rank
+    return adapted.scale * (rank**0.5 if rs else rank)
 
 
-def options_text(setting: tuple[int, float], usual: tuple[int, float]) -> str:
+def options_text(setting: LoraSetting, usual: LoraSetting) -> str:
     if setting == usual:
         return ""
-    rank, alpha = setting
-    return f": rank={rank} alpha={alpha!r}"
+    return f": rank={setting.rank} alpha={setting.alpha!r}"

@@ -20,7 +20,9 @@ HEAD = "lm_head.weight"
 def whole_tensors(theirs: str, ours: str, sizes: Mapping[str, int], *rows: Row) -> Pieces:
     """Pieces that are whole tensors on both sides."""
     for their_name, our_name, pattern in rows:
-        yield MappedPiece(theirs + their_name, ours + our_name, pattern, sizes)
+        their_tensor = theirs + their_name
+        our_tensor = ours + our_name
+        yield MappedPiece(their_tensor, our_tensor, pattern, sizes)
 
 
 def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable:
@@ -65,10 +67,12 @@ def with_placeholders(table: NameTable, model: ModelConfig, shapes: Mapping[str,
     """The table with tensors without effect in every layer with experts."""
     placeholders: list[PlaceholderTensor] = []
     for layer in range(model.layers + model.mtp):
-        if is_moe_layer(model, layer):
-            prefix = f"model.layers.{layer}."
-            for name, shape in shapes.items():
-                placeholders.append(PlaceholderTensor(prefix + name, shape))
+        if not is_moe_layer(model, layer):
+            continue
+        prefix = f"model.layers.{layer}."
+        for name, shape in shapes.items():
+            placeholder = PlaceholderTensor(prefix + name, shape)
+            placeholders.append(placeholder)
     return replace(table, placeholders=tuple(placeholders))
 
 
@@ -112,7 +116,7 @@ def grouped_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Piec
     kv_heads = a.kv_heads
     yield from head_projection_pieces(model, theirs + "q", ours + "query", heads, has_norm)
     yield from head_projection_pieces(model, theirs + "k", ours + "key", kv_heads, has_norm)
-    yield from head_projection_pieces(model, theirs + "v", ours + "value", kv_heads, False)
+    yield from head_projection_pieces(model, theirs + "v", ours + "value", kv_heads, has_norm=False)
     width = heads * a.head_dim
     yield from attention_out_pieces(model, theirs, ours, width)
 
@@ -121,8 +125,12 @@ def head_projection_pieces(model: ModelConfig, theirs: str, ours: str, heads: in
     """Weight, bias and norm of the query, key or value projection."""
     a = model.attention
     head = a.head_dim
-    width = heads * head
-    sizes = {"h": heads, "x": head, "d": model.hidden, "n": width}
+    sizes = {
+        "h": heads,
+        "x": head,
+        "d": model.hidden,
+        "n": heads * head,
+    }
     rows = [("_proj.weight", ".weight", "(h x) d -> h x d")]
     if a.qkv_bias:
         rows.append(("_proj.bias", ".bias", "(h x) -> h x"))
@@ -172,8 +180,9 @@ def latent_query_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     query = (theirs + their_query, ours + "query.weight", "(h x) r -> h x r", sizes)
     nope_dims = {"x": (0, nope)}
     rope_dims = {"x": (nope, a.rope_dim)}
+    rope_corner = (0, nope, 0)
     yield MappedPiece(*query, nope_dims)
-    yield MappedPiece(*query, rope_dims, (0, nope, 0), deinterleave="x")
+    yield MappedPiece(*query, rope_dims, rope_corner, deinterleave="x")
 
 
 def latent_down_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
@@ -188,11 +197,15 @@ def latent_down_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     latent = {"r": (0, a.kv_rank)}
     rope_key = {"r": (a.kv_rank, a.rope_dim)}
     for name, pattern in rows:
-        yield MappedPiece(down + name, f"{ours}latent.{name}", pattern, sizes, latent)
+        our_name = f"{ours}latent.{name}"
+        yield MappedPiece(down + name, our_name, pattern, sizes, latent)
     for name, pattern in rows:
-        yield MappedPiece(down + name, f"{ours}turning.{name}", pattern, sizes, rope_key, deinterleave="r")
+        our_name = f"{ours}turning.{name}"
+        yield MappedPiece(down + name, our_name, pattern, sizes, rope_key, deinterleave="r")
+    their_norm = theirs + "kv_a_layernorm.weight"
+    our_norm = ours + "latent_norm.weight"
     norm_sizes = {"r": a.kv_rank}
-    yield MappedPiece(theirs + "kv_a_layernorm.weight", ours + "latent_norm.weight", "r -> r", norm_sizes)
+    yield MappedPiece(their_norm, our_norm, "r -> r", norm_sizes)
 
 
 def latent_up_pieces(model: ModelConfig, theirs: str, ours: str, value_dim: int) -> Pieces:
@@ -211,11 +224,16 @@ def latent_up_pieces(model: ModelConfig, theirs: str, ours: str, value_dim: int)
 
 def gated_mlp_pieces(model: ModelConfig, ffn: int, theirs: str, ours: str) -> Pieces:
     sizes = {"f": ffn, "d": model.hidden}
+    gate = theirs + "gate_proj.weight"
+    up = theirs + "up_proj.weight"
+    down = theirs + "down_proj.weight"
     gate_up = ours + "gate_up.weight"  # gate and up stacked in one tensor
     pattern = "f d -> 1 f d"
-    yield MappedPiece(theirs + "gate_proj.weight", gate_up, pattern, sizes, corner=(0, 0, 0))
-    yield MappedPiece(theirs + "up_proj.weight", gate_up, pattern, sizes, corner=(1, 0, 0))
-    yield MappedPiece(theirs + "down_proj.weight", ours + "down.weight", "d f -> d f", sizes)
+    gate_corner = (0, 0, 0)
+    up_corner = (1, 0, 0)
+    yield MappedPiece(gate, gate_up, pattern, sizes, corner=gate_corner)
+    yield MappedPiece(up, gate_up, pattern, sizes, corner=up_corner)
+    yield MappedPiece(down, ours + "down.weight", "d f -> d f", sizes)
 
 
 def router_pieces(model: ModelConfig, theirs: str, ours: str, name: str = "gate", correction: bool = False) -> Pieces:
