@@ -134,8 +134,10 @@ def scaled_in_parts(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return g * scale
     gradient = torch.empty_like(g, dtype=dtype)
     parts = gradient.split(SCALED_TOGETHER)
-    for part, of in zip(parts, g.split(SCALED_TOGETHER), strict=True):
-        part.copy_(scaled_gradient(of, scale, dtype))
+    unscaled = g.split(SCALED_TOGETHER)
+    for part, of in zip(parts, unscaled, strict=True):
+        scaled = scaled_gradient(of, scale, dtype)
+        part.copy_(scaled)
     return gradient
 
 
@@ -143,20 +145,31 @@ def hashed_random_bits(first: int, n: int, seed: int | Tensor, device: torch.dev
     """32 random bits for each of n elements, as int64: the number of the element, mixed with the seed until every bit
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
     x = seeded_numbers(first, n, seed, device)
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & ALL_32_BITS
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & ALL_32_BITS
-    return x ^ (x >> 16)
+    x = mixed_down(x, 16)
+    x = multiplied(x, 0x7FEB352D)
+    x = mixed_down(x, 15)
+    x = multiplied(x, 0x846CA68B)
+    return mixed_down(x, 16)
 
 
 def weight_random_bits(first: int, n: int, seed: int | Tensor, device: torch.device) -> Tensor:
     """16 random bits for each of n weights, as int64: the upper half of a number that is multiplied twice."""
     x = seeded_numbers(first, n, seed, device)
-    x = (x * 0x9E3779B1) & ALL_32_BITS
-    x = x ^ (x >> 15)
-    x = (x * 0x85EBCA77) & ALL_32_BITS
+    x = multiplied(x, 0x9E3779B1)
+    x = mixed_down(x, 15)
+    x = multiplied(x, 0x85EBCA77)
     return x >> 16
+
+
+def mixed_down(x: Tensor, bits: int) -> Tensor:
+    """Upper bits mixed into those so many places below."""
+    upper = x >> bits
+    return x ^ upper
+
+
+def multiplied(x: Tensor, factor: int) -> Tensor:
+    product = x * factor
+    return product & ALL_32_BITS
 
 
 def seeded_numbers(first: int, n: int, seed: int | Tensor, device: torch.device) -> Tensor:

@@ -71,8 +71,11 @@ def orthogonalise(x_NRC: Tensor, coefficients: Steps, least_norm: float, product
     _, rows, columns = x_NRC.shape
     if result.numel() == 0:
         return result
-    together = matrices_together(min(rows, columns), products.batch)
-    for x, out in zip(x_NRC.split(together), result.split(together), strict=True):
+    shorter = min(rows, columns)
+    together = matrices_together(shorter, products.batch)
+    xs = x_NRC.split(together)
+    outs = result.split(together)
+    for x, out in zip(xs, outs, strict=True):
         aligned = products.aligned(x)
         if aligned.shape == out.shape:
             take_steps(aligned, out, coefficients, least_norm, products)
@@ -86,7 +89,10 @@ def orthogonalise(x_NRC: Tensor, coefficients: Steps, least_norm: float, product
 def matrices_together(rows: int, batch: int) -> int:
     """How many matrices are worked on at a time: whole batches, if one fits."""
     most = max(1, GRAM_ELEMENTS // rows**2)
-    return most if most < batch else most // batch * batch
+    if most < batch:
+        return most
+    batches = most // batch
+    return batches * batch
 
 
 def take_steps(x: Tensor, out: Tensor, coefficients: Steps, least_norm: float, products: GramProducts) -> None:
@@ -145,11 +151,14 @@ class PlainProducts:
         return x
 
     def inverse_norms(self, x: Tensor, least_norm: float) -> Tensor:
-        norms = torch.stack([matrix.float().norm() for matrix in x])  # each by itself: in an order of its own
-        return 1 / norms.clamp(min=least_norm)
+        norms = [matrix.float().norm() for matrix in x]  # each by itself: in an order of its own
+        norms_N = torch.stack(norms)
+        return 1 / norms_N.clamp(min=least_norm)
 
     def gram(self, x: Tensor, scales_N: Tensor | None) -> Tensor:
-        wide = x.float().mT if is_tall(x) else x.float()
+        wide = x.float()
+        if is_tall(x):
+            wide = wide.mT
         sums = products_of_each(wide, wide.mT)
         if scales_N is not None:
             sums = sums * scales_N[:, None, None]
@@ -158,13 +167,20 @@ class PlainProducts:
     def factor(self, gram_NRR: Tensor, step: Step) -> Tensor:
         a, b, c = step
         gram = gram_NRR.float()
-        sums = c * products_of_each(gram, gram) + b * gram
-        sums.diagonal(dim1=1, dim2=2).add_(a)
+        squares = products_of_each(gram, gram)
+        sums = c * squares + b * gram
+        diagonal = sums.diagonal(dim1=1, dim2=2)
+        diagonal.add_(a)
         return symmetric(sums).half()
 
     def product(self, a_NRR: Tensor, b_NRR: Tensor, whole: WholeForm | None = None) -> Tensor:
-        sums = symmetric(products_of_each(a_NRR.float(), b_NRR.float()))
-        return sums.half() if whole is None else self.whole(sums, whole)
+        left = a_NRR.float()
+        right = b_NRR.float()
+        sums = products_of_each(left, right)
+        result = symmetric(sums)
+        if whole is None:
+            return result.half()
+        return self.whole(result, whole)
 
     def whole(self, q_NRR: Tensor, form: WholeForm) -> Tensor:
         q = q_NRR.float()
@@ -173,16 +189,23 @@ class PlainProducts:
         return q.to(form.dtype)
 
     def apply(self, q_NRR: Tensor, x: Tensor, out: Tensor) -> None:
-        q, x = q_NRR.float(), x.float()
-        result = products_of_each(x, q) if is_tall(x) else products_of_each(q, x)
+        left = q_NRR.float()
+        right = x.float()
+        if is_tall(x):
+            left, right = right, left
+        result = products_of_each(left, right)
         out.copy_(result)
 
 
 def products_of_each(a: Tensor, b: Tensor) -> Tensor:
     """One product after the other: a batched one may add in another order for another number of matrices."""
-    return torch.stack([left @ right for left, right in zip(a, b, strict=True)])
+    pairs = zip(a, b, strict=True)
+    products = [left @ right for left, right in pairs]
+    return torch.stack(products)
 
 
 def symmetric(x_NRR: Tensor) -> Tensor:
     """The values on and below the diagonal, above it too."""
-    return x_NRR.tril() + x_NRR.tril(-1).mT
+    lower = x_NRR.tril()
+    below = x_NRR.tril(-1)
+    return lower + below.mT

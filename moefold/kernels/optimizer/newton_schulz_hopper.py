@@ -56,18 +56,21 @@ class HopperProducts:
             aligned_columns, aligned_rows = aligned_sides(columns, rows)
         else:
             aligned_rows, aligned_columns = aligned_sides(rows, columns)
-        more = 0, aligned_columns - columns, 0, aligned_rows - rows
-        if any(more):
-            x = pad(x, more)
+        more_columns = aligned_columns - columns
+        more_rows = aligned_rows - rows
+        if more_columns or more_rows:
+            x = pad(x, (0, more_columns, 0, more_rows))
         return x.contiguous()
 
     def inverse_norms(self, x: Tensor, least_norm: float) -> Tensor:
         return inverse_norms(x, least_norm)
 
     def gram(self, x: Tensor, scales_N: Tensor | None) -> Tensor:
+        count, *sides = x.shape
         form = "columns" if is_tall(x) else "rows"
-        out = fp16_squares(len(x), min(x.shape[1:]), x.device)
-        launch_symmetric_product(x, x, out, form, ProductEnd(scales_N=scales_N))
+        out = fp16_squares(count, min(sides), x.device)
+        end = ProductEnd(scales_N=scales_N)
+        launch_symmetric_product(x, x, out, form, end)
         return out
 
     def factor(self, gram_NRR: Tensor, step: Step) -> Tensor:
@@ -94,31 +97,45 @@ class HopperProducts:
         return q.to(form.dtype)
 
     def apply(self, q_NRR: Tensor, x: Tensor, out: Tensor) -> None:
-        left, right = (x, q_NRR) if is_tall(x) else (q_NRR, x)
+        left, right = q_NRR, x
+        if is_tall(x):
+            left, right = x, q_NRR
         count, rows, depth = left.shape
         width = right.shape[2]
         plan = plan_of_matrices(count, rows, x.device)
-        b = block_descriptor(right.flatten(0, 1), 64, TILE_COLUMNS)
-        outputs = plain_outputs(out.flatten(0, 1)[None])
+        # Matrices one below the other, as the rows of experts.
+        a_rows = left.flatten(0, 1)
+        b_rows = right.flatten(0, 1)
+        out_rows = out.flatten(0, 1)
+        b = block_descriptor(b_rows, 64, TILE_COLUMNS)
+        outputs = plain_outputs(out_rows[None])
         gemm = GroupedGemm("nn", "plain", n=width, k=depth)
-        launch_grouped_gemm(gemm, left.flatten(0, 1), b, outputs, plan)
+        launch_grouped_gemm(gemm, a_rows, b, outputs, plan)
 
 
 def aligned_sides(shorter: int, longer: int) -> tuple[int, int]:
     """The sides of a matrix with zeros behind it. The shorter one, that of G, stays the shorter one."""
-    depth = -(-shorter // STEP_DEPTH) * STEP_DEPTH
-    width = max(longer, depth + int(longer > shorter))
-    return depth, -(-width // ALIGNED) * ALIGNED
+    depth = next_multiple(shorter, STEP_DEPTH)
+    least = depth + int(longer > shorter)
+    width = max(longer, least)
+    return depth, next_multiple(width, ALIGNED)
+
+
+def next_multiple(size: int, of: int) -> int:
+    parts = -(-size // of)
+    return parts * of
 
 
 def fp16_squares(count: int, rows: int, device: torch.device) -> Tensor:
-    return torch.empty(count, rows, rows, dtype=torch.float16, device=device)
+    shape = (count, rows, rows)
+    return torch.empty(shape, dtype=torch.float16, device=device)
 
 
 @cache
 def plan_of_matrices(count: int, rows: int, device: torch.device) -> RowTilePlan:
     """Matrices as experts of as many rows."""
-    ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * rows
+    numbers = torch.arange(1, count + 1, dtype=torch.int32, device=device)
+    ends = numbers * rows
     return RowTilePlan.of(ends, count * rows)
 
 
@@ -130,19 +147,40 @@ def launch_symmetric_product(a: Tensor, b: Tensor, out_NRR: Tensor, form: str, e
     tiles = tiles_of_matrix(rows)
     total = count * tiles
     add = None if end.add_NRR is None else square_descriptor(end.add_NRR)
-    descriptors = *operand_descriptors(a), *operand_descriptors(b), add, square_descriptor(out_NRR)
-    sizes = total, tiles, depth
-    factors = end.alpha, end.beta, end.diagonal
-    kind = form, a is b, add is not None, end.scales_N is not None, end.mirrors
+    out = square_descriptor(out_NRR)
+    sizes = (total, tiles, depth)
+    factors = (end.alpha, end.beta, end.diagonal)
+    has_one_operand = a is b
+    has_add = add is not None
+    has_scales = end.scales_N is not None
     device = out_NRR.device
-    programs = min(total, multiprocessor_count(device.index or 0))  # a persistent program on each
+    multiprocessors = multiprocessor_count(device.index or 0)
+    programs = min(total, multiprocessors)  # a persistent program on each
     launch = symmetric_product[(programs,)]
-    launch(*descriptors, end.scales_N, *sizes, *factors, *kind, STAGES, num_warps=4)
+    launch(
+        *operand_descriptors(a),
+        *operand_descriptors(b),
+        add,
+        out,
+        end.scales_N,
+        *sizes,
+        *factors,
+        form,
+        has_one_operand,
+        has_add,
+        has_scales,
+        end.mirrors,
+        STAGES,
+        num_warps=4,
+    )
 
 
 def operand_descriptors(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    tile, depth = TILE.value, DEPTH.value
-    return block_descriptor(x, 1, tile, depth), block_descriptor(x, 1, depth, tile)
+    tile = TILE.value
+    depth = DEPTH.value
+    by_tile = block_descriptor(x, 1, tile, depth)
+    by_depth = block_descriptor(x, 1, depth, tile)
+    return by_tile, by_depth
 
 
 def square_descriptor(x_NRR: Tensor) -> TensorDescriptor:
