@@ -48,7 +48,8 @@ class StashPool:
         self.memory = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
         self.every_page = torch.arange(pages, device=device)
         self.ring = self.every_page.clone()
-        self.first_state = torch.tensor([0, pages, 0, 0], device=device)
+        first_state = [0, pages, 0, 0]
+        self.first_state = torch.tensor(first_state, device=device)
         self.state = self.first_state.clone()
         self.stack: list[StashedRows] = []
         self.generation = 0
@@ -81,7 +82,8 @@ class StashedRows:
         self.memory: Tensor | None = None
         self.nbytes = storage.nbytes()
         self.rows = rows.count
-        x_RW = self.as_rows(bytes_of(storage))
+        memory = bytes_of(storage)
+        x_RW = self.as_rows(memory)
         pages = self.pages_like(x_RW)
         grid = PageGrid.of(x_RW, pages)
         integers = x_RW.new_empty(2 + grid.pages, dtype=torch.int64)
@@ -93,7 +95,9 @@ class StashedRows:
 
     def as_rows(self, memory: Tensor) -> Tensor:
         rows_RB = memory.view(self.rows, -1)
-        return rows_RB.view(torch.int32) if rows_RB.shape[1] % 4 == 0 else rows_RB
+        row_bytes = rows_RB.shape[1]
+        has_whole_words = row_bytes % 4 == 0
+        return rows_RB.view(torch.int32) if has_whole_words else rows_RB
 
     def pages_like(self, x_RW: Tensor) -> Tensor:
         return self.pool.memory.view(x_RW.dtype)
@@ -129,11 +133,12 @@ class StashedView(NamedTuple):
     form: ViewForm
 
     def tensor(self) -> Tensor:
+        size, stride, offset = self.form
         with self.rows.stash.lock, torch.no_grad():
             memory = self.rows.on_device()
-            size, stride, offset = self.form
+            storage = memory.untyped_storage()
             view = torch.empty(0, dtype=self.dtype, device=memory.device)
-            return view.set_(memory.untyped_storage(), offset, size, stride)  # pyright: ignore
+            return view.set_(storage, offset, size, stride)  # pyright: ignore
 
 
 class KnownRows(NamedTuple):
@@ -163,13 +168,18 @@ class StashedCall:
 
     def has_rows(self, x: Tensor) -> bool:
         """Whether a saved tensor has the rows of this call, each in one piece of its storage."""
-        if not x.is_floating_point() or x.ndim < 2 or x.shape[0] != self.count or self.count == 0:
+        count = self.count
+        if count == 0 or not x.is_floating_point():
+            return False
+        if x.ndim < 2 or len(x) != count:
+            return False
+        if isinstance(x, torch.nn.Parameter) or memory_of(x) in self.given:
             return False
         nbytes = x.untyped_storage().nbytes()
-        row_bytes = nbytes // self.count
-        is_even = row_bytes * self.count == nbytes and x.stride(0) * x.element_size() == row_bytes
-        is_own = memory_of(x) not in self.given and not isinstance(x, torch.nn.Parameter)
-        return is_even and is_own and row_bytes >= LEAST_ROW_BYTES
+        row_bytes, rest = divmod(nbytes, count)
+        from_row_to_row = x.stride(0) * x.element_size()
+        is_even = rest == 0 and from_row_to_row == row_bytes
+        return is_even and row_bytes >= LEAST_ROW_BYTES
 
     def find(self, x: Tensor) -> StashedRows | None:
         """The rows of an earlier tensor with the same storage, unless it was written since."""
@@ -177,12 +187,19 @@ class StashedCall:
         if known is None or known.version != x._version:  # pyright: ignore[reportPrivateUsage]
             return None
         rows = known.rows()
-        return None if rows is None or rows.is_freed else rows
+        if rows is None or rows.is_freed:
+            return None
+        return rows
 
     def remember(self, x: Tensor, rows: StashedRows) -> None:
-        memory = StorageWeakRef(x.untyped_storage())
+        storage = x.untyped_storage()
         version = x._version  # pyright: ignore[reportPrivateUsage]
-        self.known[memory_of(x)] = KnownRows(memory, version, weakref.ref(rows))
+        place = memory_of(x)
+        self.known[place] = KnownRows(
+            memory=StorageWeakRef(storage),
+            version=version,
+            rows=weakref.ref(rows),
+        )
 
 
 class RowStash:
@@ -235,13 +252,15 @@ class RowStash:
         with self.lock, torch.no_grad():
             rows = call.find(x) or self.stash_storage(call, x)
             rows.users += 1
-        return StashedView(rows, x.dtype, ViewForm.of(x))
+        form = ViewForm.of(x)
+        return StashedView(rows, x.dtype, form)
 
     def stash_storage(self, call: StashedCall, x: Tensor) -> StashedRows:
         if self.pool is None:
             self.begin_step()
         assert self.pool is not None
-        rows = StashedRows(self, self.pool, x.untyped_storage(), call)
+        storage = x.untyped_storage()
+        rows = StashedRows(self, self.pool, storage, call)
         call.remember(x, rows)
         self.stashed_tensors += 1
         return rows
@@ -261,7 +280,12 @@ class StashingSteps:
 
     def __call__(self, steps: list[Step]) -> list[Step]:
         rewritten = self.rewrite(steps)
-        return [self.stash.around_step(step) if step.spec.name == "experts" else step for step in rewritten]
+        return list(map(self.around_experts, rewritten))
+
+    def around_experts(self, step: Step) -> Step:
+        if step.spec.name != "experts":
+            return step
+        return self.stash.around_step(step)
 
 
 def attach_row_stash(model: Transformer, nbytes: int, returns: bool, device: torch.device) -> RowStash:
