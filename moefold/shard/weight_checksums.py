@@ -24,7 +24,12 @@ from moefold.layout.weight_copies import keeps_values
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import ShardedWeights
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+INTEGERS = {  # by bytes
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 HeldPart = tuple[Any, ...]  # which weights: the same for all replicas
 
 
@@ -55,11 +60,10 @@ class WeightChecksums:
         self.frozen = FrozenChecksums(model, device)
         self.buckets = [bucket for bucket in buckets if bucket_weights(bucket) is not None]
         shares = [shares_held(bucket) for bucket in self.buckets]
-        held = torch.zeros(sum(shares), dtype=torch.int64, device=device)
-        own = torch.zeros(len(shares), dtype=torch.int64, device=device)
+        held = zero_sums(sum(shares), device)
         self.held = held.split(shares)
-        self.own = own
-        self.updated = torch.zeros_like(own)  # bits of own shares behind the last update
+        self.own = zero_sums(len(shares), device)
+        self.updated = zero_sums(len(shares), device)  # bits of own shares behind the last update
         self.has_begun = False
         self.since = 0  # the last step that was compared
 
@@ -75,7 +79,8 @@ class WeightChecksums:
         """Note this rank's own shares, which have just been updated."""
         for number, bucket in enumerate(self.buckets):
             mine = bucket.storage.weights_of_share(bucket.share)
-            self.updated[number] = sum_of_bits(mine[None])[0]
+            (total,) = sum_of_bits(mine[None])
+            self.updated[number] = total
 
     @torch.no_grad()
     def add_step(self) -> None:
@@ -92,9 +97,11 @@ class WeightChecksums:
         taken = self.frozen.take()
         owns: list[int] = self.own.tolist()
         for bucket, held_S, own in zip(self.buckets, self.held, owns, strict=True):
-            for share, held in enumerate(held_S.tolist()):
-                is_own = len(held_S) == 1 or share == bucket.replicas.index
-                taken[held_part(bucket, share)] = Checksum(held, own if is_own else None)
+            by_share: list[int] = held_S.tolist()
+            for share, held in enumerate(by_share):
+                is_own = len(by_share) == 1 or share == bucket.replicas.index
+                part = held_part(bucket, share)
+                taken[part] = Checksum(held, own if is_own else None)
             held_S.zero_()
         self.own.zero_()
         return taken
@@ -107,11 +114,12 @@ class FrozenChecksums:
         self.device = device
         self.held: dict[HeldPart, tuple[Tensor, ...]] = {}
         for parameter in declared_parameters(model):
-            if not parameter.tensor.requires_grad:
-                first, held = held_values_of(parameter.tensor)
-                part = tuple(parameter.part)
-                tensors = (held,) if isinstance(held, Tensor) else held.tensors()
-                self.held[parameter.name, part, first, held.numel()] = tensors
+            if parameter.tensor.requires_grad:
+                continue
+            first, held = held_values_of(parameter.tensor)
+            part = tuple(parameter.part)
+            key = (parameter.name, part, first, held.numel())
+            self.held[key] = (held,) if isinstance(held, Tensor) else held.tensors()
         self.begun: dict[HeldPart, int] = {}
 
     def begin(self) -> None:
@@ -119,15 +127,27 @@ class FrozenChecksums:
 
     def take(self) -> Checksums:
         """The rank that holds a frozen weight knows what it should be."""
-        return {part: Checksum(held, self.begun.get(part)) for part, held in self.sums().items()}
+        taken: Checksums = {}
+        sums = self.sums()
+        for part, held in sums.items():
+            own = self.begun.get(part)
+            taken[part] = Checksum(held, own)
+        return taken
 
     @torch.no_grad()
     def sums(self) -> dict[HeldPart, int]:
-        total = torch.zeros(len(self.held), dtype=torch.int64, device=self.device)
-        for number, tensors in enumerate(self.held.values()):
+        totals = zero_sums(len(self.held), self.device)
+        for total, tensors in zip(totals, self.held.values(), strict=True):
             for tensor in tensors:
-                total[number] += sum_of_bits(tensor.detach().reshape(1, -1))[0].to(self.device)
-        return dict(zip(self.held, total.tolist(), strict=True))
+                row = tensor.detach().reshape(1, -1)
+                (bits,) = sum_of_bits(row)
+                total += bits.to(self.device)
+        on_host: list[int] = totals.tolist()
+        return dict(zip(self.held, on_host, strict=True))
+
+
+def zero_sums(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 def bucket_weights(bucket: Bucket) -> Tensor | None:
@@ -144,7 +164,8 @@ def shares_held(bucket: Bucket) -> int:
 
 def sum_of_bits(weights_Sn: Tensor) -> Tensor:
     """(S,): the sum of each row."""
-    integers = weights_Sn.view(INTEGERS[weights_Sn.element_size()])
+    nbytes = weights_Sn.element_size()
+    integers = weights_Sn.view(INTEGERS[nbytes])
     return integers.sum(1, dtype=torch.int64)
 
 
