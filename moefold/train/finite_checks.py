@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.held_share import held_share_of, held_values_of
 from moefold.layout.weight_copies import keeps_values
 from moefold.model.steps import Carry, Step, StepRewrite, Steps, inside_recompute
-from moefold.optim.optimizer import MAIN_KIND
+from moefold.optim.optimizer import MAIN_KIND, StatePiece
 from moefold.shard.storage import ShardedWeights
 from moefold.train.assemble import Run
 
@@ -80,7 +80,8 @@ def first_bad(values: Tensor) -> int | None:
 
 
 def name_of_value(values: Tensor, element: int) -> str:
-    value = values.detach().reshape(-1)[element].float()
+    flat = values.detach().reshape(-1)
+    value = flat[element].float()
     return "NaN" if value.isnan() else "Inf"
 
 
@@ -101,37 +102,63 @@ def expert_of_element(parameter: DeclaredParameter, element: int) -> int | None:
 def bad_state(run: Run) -> BadPlace | None:
     """The first bad place in this rank's state: optimizer state, main weights, weights, buffers, in this order. Where
     several ranks have the same bad weight, the one that updates it comes first."""
-    found: list[BadPlace] = []
-    rank = run.world.rank
-    owned: dict[str, list[range]] = {}
-    for number, (parameter, kind, first, values) in enumerate(run.optimizer.state()):
-        window = range(first, first + len(values))
-        owned.setdefault(parameter.name, []).append(window)
+    state = list(run.optimizer.state())
+    found = list(bad_optimizer_state(run.world.rank, state))
+    run.parameters.await_all_buckets()
+    found += bad_weights(run, updated_elements(state))
+    found += bad_shares(run)
+    found += bad_buffers(run)
+    return min(found, key=lambda place: place.order, default=None)
+
+
+def bad_optimizer_state(rank: int, state: Sequence[StatePiece]) -> Iterator[BadPlace]:
+    """Bad optimizer state and main weights."""
+    for number, (parameter, kind, first, values) in enumerate(state):
         flat = values if isinstance(values, Tensor) else values.get(0, len(values))
-        element = first_bad(flat) if len(flat) else None
+        element = first_bad(flat)
         if element is not None:
             order = (STATE, int(kind == MAIN_KIND), 0, number)
             value = name_of_value(flat, element)
-            found.append(place_in_parameter(order, rank, kind, parameter, first + element, value))
-    run.parameters.await_all_buckets()
+            place = first + element
+            yield place_in_parameter(order, rank, kind, parameter, place, value)
+
+
+def updated_elements(state: Iterable[StatePiece]) -> dict[str, list[range]]:
+    """By parameter: the elements that this rank updates."""
+    owned: dict[str, list[range]] = {}
+    for parameter, _, first, values in state:
+        end = first + len(values)
+        windows = owned.setdefault(parameter.name, [])
+        windows.append(range(first, end))
+    return owned
+
+
+def bad_weights(run: Run, owned: dict[str, list[range]]) -> Iterator[BadPlace]:
+    """The first bad value of each weight that this rank has between steps."""
+    rank = run.world.rank
     for number, parameter in enumerate(declared_parameters(run.model)):
+        windows = owned.get(parameter.name, [])
         for first, values in values_at_rest(parameter.tensor):
             element = first_bad(values)
             if element is None:
                 continue
-            windows = owned.get(parameter.name, [])
-            is_foreign = not any(first + element in window for window in windows)
+            place = first + element
+            is_foreign = not any(place in window for window in windows)
             order = (STATE, 2, int(is_foreign), number)
             value = name_of_value(values, element)
-            found.append(place_in_parameter(order, rank, "weight", parameter, first + element, value))
+            yield place_in_parameter(order, rank, "weight", parameter, place, value)
             break
-    found += bad_shares(run)
+
+
+def bad_buffers(run: Run) -> Iterator[BadPlace]:
+    rank = run.world.rank
     for number, (name, buffer) in enumerate(run.model.named_buffers()):
         element = first_bad(buffer) if buffer.is_floating_point() else None
         if element is not None:
+            order = (STATE, 3, 0, number)
+            layer = layer_of_parameter(name)
             value = name_of_value(buffer, element)
-            found.append(BadPlace((STATE, 3, 0, number), rank, "buffer", name, layer_of_parameter(name), value=value))
-    return min(found, key=lambda place: place.order, default=None)
+            yield BadPlace(order, rank, "buffer", name, layer, value=value)
 
 
 def values_at_rest(parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -149,11 +176,14 @@ def values_at_rest(parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
     step = max(1, DEQUANTISED_TOGETHER // held.width) * held.width
     for begin in range(0, held.numel(), step):
         end = min(begin + step, held.numel())
-        yield first + begin, rows.elements(slice(begin, end)).dequantised()
+        window = slice(begin, end)
+        blocks = rows.elements(window)
+        yield first + begin, blocks.dequantised()
 
 
 def bad_shares(run: Run) -> Iterator[BadPlace]:
     """Bad weights in shares of parameters that have no memory of their own (zero3)."""
+    rank = run.world.rank
     for share in run.optimizer.shares:
         bucket = share.bucket
         if not isinstance(share.storage, ShardedWeights):
@@ -163,12 +193,12 @@ def bad_shares(run: Run) -> Iterator[BadPlace]:
             continue
         for piece in bucket.pieces():
             part = mine[piece.window]
-            element = first_bad(part) if len(part) else None
+            element = first_bad(part)
             if element is not None:
                 order = (STATE, 2, 0, share.number)
                 value = name_of_value(part, element)
                 place = piece.first + element
-                yield place_in_parameter(order, run.world.rank, "weight", piece.parameter, place, value)
+                yield place_in_parameter(order, rank, "weight", piece.parameter, place, value)
 
 
 def place_in_parameter(
@@ -216,7 +246,9 @@ class FiniteChecks:
         hooks: list[Any] = []
         for name, module in model.named_modules():
             if ".experts." not in f"{name}.":  # its rows may be undefined; the experts' output is looked at
-                hooks.append(module.register_forward_hook(partial(self.look_at_module, name)))
+                look = partial(self.look_at_module, name)
+                hook = module.register_forward_hook(look)
+                hooks.append(hook)
         readers = self.run.gradients.sum_readers
         readers.append(self.look_at_sum)
         try:
@@ -245,15 +277,19 @@ class FiniteChecks:
         microbatch = self.runs[seen] // self.runs_of_microbatch(step)
         self.runs[seen] += 1
         now = self.open
-        now.step, now.order, now.looks = step, (microbatch, depth, index), 0
+        now.step = step
+        now.order = (microbatch, depth, index)
+        now.looks = 0
         rows = carry.get("rows")
         given = set(map(id, tree_leaves(carry)))
         carry = step.run(carry)
         for name, entry in carry.items():
-            if name not in UNDEFINED_ROWS:
-                for leaf in tree_leaves(entry):
-                    if isinstance(leaf, Tensor) and id(leaf) not in given:
-                        self.look_at_output(name, leaf, rows if name == "y_RD" else None)
+            if name in UNDEFINED_ROWS:
+                continue
+            rows_of_entry = rows if name == "y_RD" else None
+            for leaf in tree_leaves(entry):
+                if isinstance(leaf, Tensor) and id(leaf) not in given:
+                    self.look_at_output(name, leaf, rows_of_entry)
         now.step = None
         return carry
 
@@ -270,28 +306,34 @@ class FiniteChecks:
         assert step is not None
         order = self.open.order
         if not inside_recompute():
-            self.look("output", name, leaf, (FORWARD, *order, self.next_look()), step, rows)
+            forward_order = self.next_look()
+            self.look("output", name, leaf, forward_order, step, rows)
         if leaf.requires_grad:
-            leaf.register_hook(partial(self.look_at_gradient, name, step, order, rows))
+            look = partial(self.look_at_gradient, name, step, order, rows)
+            leaf.register_hook(look)
 
     def look_at_module(self, name: str, _module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         step = self.open.step
         if step is None or inside_recompute():
             return
-        rows = next((given for given in inputs if isinstance(given, Rows)), None)
+        given_rows = (given for given in inputs if isinstance(given, Rows))
+        rows = next(given_rows, None)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                order = (FORWARD, *self.open.order, self.next_look())
+                order = self.next_look()
                 self.look("output", name, leaf, order, step, rows)
 
-    def next_look(self) -> int:
-        self.open.looks += 1
-        return self.open.looks
+    def next_look(self) -> PlaceOrder:
+        """The order of the next value that forward makes."""
+        now = self.open
+        now.looks += 1
+        return (FORWARD, *now.order, now.looks)
 
     def look_at_gradient(self, name: str, step: Step, order: PlaceOrder, rows: Rows | None, gradient: Tensor) -> None:
         microbatch, depth, index = order
         self.in_backward = (microbatch, -depth, -index)
-        self.look("gradient", name, gradient, (BACKWARD, *self.in_backward, 0), step, rows)
+        backward_order = (BACKWARD, *self.in_backward, 0)
+        self.look("gradient", name, gradient, backward_order, step, rows)
 
     def look_at_sum(self, name: str, total: Tensor) -> None:
         """Look at this rank's sum of a parameter's gradients."""
@@ -300,20 +342,24 @@ class FiniteChecks:
             order = (BACKWARD, *self.in_backward, 1)
             value = name_of_value(total, element)
             parameter = self.parameters[name]
-            self.keep_first(place_in_parameter(order, self.rank, "gradient", parameter, element, value))
+            place = place_in_parameter(order, self.rank, "gradient", parameter, element, value)
+            self.keep_first(place)
 
     def look(self, kind: str, name: str, values: Tensor, order: PlaceOrder, step: Step, rows: Rows | None) -> None:
         if rows is not None:
-            values = values[: int(rows.order.ends_e[-1])]
+            end = int(rows.order.ends_e[-1])
+            values = values[:end]
         element = first_bad(values)
         if element is None:
             return
         expert = None
         if rows is not None:
-            row = element // (values.numel() // len(values))
+            width = values.numel() // len(values)
+            row = element // width
             expert = self.expert_of_row(row, rows)
         value = name_of_value(values, element)
-        self.keep_first(BadPlace(order, self.rank, kind, name, step.layer, expert, step.spec.name, value))
+        place = BadPlace(order, self.rank, kind, name, step.layer, expert, step.spec.name, value)
+        self.keep_first(place)
 
     def expert_of_row(self, row: int, rows: Rows) -> int:
         ends_e = rows.order.ends_e
@@ -326,9 +372,10 @@ class FiniteChecks:
             share = bucket.reduced_gradient_share
             for piece in bucket.pieces():
                 part = share[piece.window]
-                element = first_bad(part) if len(part) else None
+                element = first_bad(part)
                 if element is not None:
                     value = name_of_value(part, element)
-                    place = piece.first + element
+                    number = piece.first + element
                     order = (SUMS, 0, 0, 0, 0)
-                    self.keep_first(place_in_parameter(order, self.rank, "gradient sum", piece.parameter, place, value))
+                    place = place_in_parameter(order, self.rank, "gradient sum", piece.parameter, number, value)
+                    self.keep_first(place)

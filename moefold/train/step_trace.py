@@ -11,19 +11,41 @@ Run again on other ranks, each with the sequences of another, the step tells a d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 
 from moefold.checkpoint.live.logical_tensors import restore_rng_state, rng_state_tensors
 from moefold.comm.host_objects import choose_object
 from moefold.data.loader import BatchLoader
+from moefold.dispatch.clone_weights import CloneFigures
 from moefold.layout.axes import World
 from moefold.model.attention.logit_watch import LogitWatch
+from moefold.model.moe.router import ExpertLoad, RecordChoices
 from moefold.train.assemble import Run
-from moefold.train.finite_checks import BACKWARD, FORWARD, BadPlace, FiniteChecks, bad_state
+from moefold.train.finite_checks import BACKWARD, FORWARD, BadPlace, FiniteChecks, PlaceOrder, bad_state
 from moefold.train.injected_fault import injected_fault
 from moefold.train.step import run_microbatches, sequences_of_step
+
+
+class KeptLoad(NamedTuple):
+    """What a forward changes of a layer's load, apart from its buffers."""
+
+    load: ExpertLoad
+    moved: int
+    clones: CloneFigures
+    record: RecordChoices | None
+
+    @classmethod
+    def of(cls, load: ExpertLoad) -> KeptLoad:
+        return cls(load, load.moved, load.clones, load.record)
+
+    def put_back(self) -> None:
+        load = self.load
+        load.moved = self.moved
+        load.clones = self.clones
+        load.record = self.record
 
 
 def trace_step(run: Run, number: int) -> BadPlace | None:
@@ -41,34 +63,54 @@ def tell_suspect(run: Run, number: int, place: BadPlace) -> str | None:
     world = run.world
     distance = distance_to_neighbour(world)
     is_local = place.order[0] in (FORWARD, BACKWARD)  # not state, not a sum over ranks
-    is_of_expert = place.expert is not None or place.step == "experts"
-    if not is_local or not distance or (is_of_expert and distance % (world.ep.size * world.etp.size)):
+    if not is_local or not distance:
         return None
-    together = world.cp.size * world.tp.size
-    elsewhere = trace_again(run, number, run.loader.of_rank(distance // together))
+    is_of_expert = place.expert is not None or place.step == "experts"
+    if is_of_expert and distance % ranks_with_all_experts(world):
+        return None
+    together = ranks_of_sequences(world)
+    theirs = run.loader.of_rank(distance // together)
+    elsewhere = trace_again(run, number, theirs)
     if elsewhere is None:
         return None
     stage_ranks = world.dp.size * together
     stage, inside = divmod(place.rank, stage_ranks)
-    neighbour = stage * stage_ranks + (inside - distance) % stage_ranks
-    return {place.rank: "device", neighbour: "data"}.get(elsewhere.rank)
+    neighbour_inside = (inside - distance) % stage_ranks
+    neighbour = stage * stage_ranks + neighbour_inside
+    suspects = {place.rank: "device", neighbour: "data"}
+    return suspects.get(elsewhere.rank)
 
 
 def distance_to_neighbour(world: World) -> int:
     """How many ranks on the neighbour is whose sequences a rank takes: the same rank of other sequences and, if experts
     have replicas, of another replica. 0: there is none."""
-    together = world.cp.size * world.tp.size  # ranks with parts of the same sequences
-    experts = world.ep.size * world.etp.size  # ranks with all experts
     if world.dp.size == 1 or len(world.context_axes) > 1:  # ranks of groups of other sizes compute together
         return 0
-    return experts if world.edp.size > 1 and experts % together == 0 else together
+    together = ranks_of_sequences(world)
+    experts = ranks_with_all_experts(world)
+    has_replicas = world.edp.size > 1
+    return experts if has_replicas and experts % together == 0 else together
+
+
+def ranks_of_sequences(world: World) -> int:
+    """How many ranks have parts of the same sequences."""
+    return world.cp.size * world.tp.size
+
+
+def ranks_with_all_experts(world: World) -> int:
+    """How many ranks have all experts between them."""
+    return world.ep.size * world.etp.size
 
 
 def trace_again(run: Run, number: int, loader: BatchLoader) -> BadPlace | None:
     """The first bad value of all ranks in a step that is run again, with a loader's share of the sequences."""
     checks = FiniteChecks(run)
-    plainly = run.row_guard.lifted()  # rows that found no room would hide a value
-    with kept_state(run), checks.watching(), injected_fault(run, number, again=True), plainly, torch.enable_grad():
+    with ExitStack() as around:
+        around.enter_context(kept_state(run))
+        around.enter_context(checks.watching())
+        around.enter_context(injected_fault(run, number, again=True))
+        around.enter_context(run.row_guard.lifted())  # rows that found no room would hide a value
+        around.enter_context(torch.enable_grad())
         rerun_step(run, number, loader)
         checks.look_at_reduced()
         run.gradients.begin()
@@ -81,7 +123,11 @@ def first_of_ranks(run: Run, own: BadPlace | None) -> BadPlace | None:
 
 def first_place(places: list[BadPlace | None]) -> BadPlace | None:
     found = [place for place in places if place is not None]
-    return min(found, key=lambda place: (place.order, place.rank), default=None)
+    return min(found, key=order_and_rank, default=None)
+
+
+def order_and_rank(place: BadPlace) -> tuple[PlaceOrder, int]:
+    return place.order, place.rank
 
 
 def rerun_step(run: Run, number: int, loader: BatchLoader) -> None:
@@ -96,23 +142,21 @@ def rerun_step(run: Run, number: int, loader: BatchLoader) -> None:
 def kept_state(run: Run) -> Iterator[None]:
     """What a forward and backward change of a run is put back behind the block. Nothing is recorded inside."""
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    loads = [(load, load.moved, load.clones, load.record) for load in run.model.loads()]
+    loads = list(map(KeptLoad.of, run.model.loads()))
     watches = [(watch, watch.largest_H) for watch in logit_watches(run)]
     random_state = rng_state_tensors(run.world)
     scales = dict(run.gradients.scales)
     records = run.operand_statistics.records
     run.operand_statistics.records = False
-    for load, *_ in loads:
-        load.record = None
+    for kept in loads:
+        kept.load.record = None
     try:
         yield
     finally:
         for buffer, before in buffers:
             buffer.copy_(before)
-        for load, moved, clones, record in loads:
-            load.moved = moved
-            load.clones = clones
-            load.record = record
+        for kept in loads:
+            kept.put_back()
         for watch, largest_H in watches:
             watch.largest_H = largest_H
         run.gradients.scales = scales
@@ -121,5 +165,6 @@ def kept_state(run: Run) -> Iterator[None]:
 
 
 def logit_watches(run: Run) -> list[LogitWatch]:
-    watches = [module.logit_watch for module in run.qk_clip.layers.values()]
+    layers = run.qk_clip.layers.values()
+    watches = [module.logit_watch for module in layers]
     return [watch for watch in watches if watch is not None]
