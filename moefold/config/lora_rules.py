@@ -67,26 +67,6 @@ def magnitudes_have_adapters(c: ConfigOnRanks) -> bool:
 
 
 @LORA_RULES.rule(
-    "magnitudes are without dropout",
-    (DORA, "lora.dropout"),
-    why="the product of the weight would have to read dropped inputs too",
-    fix="set lora.dropout to 0, or lora.dora to false",
-)
-def magnitudes_are_without_dropout(c: ConfigOnRanks) -> bool:
-    return not (c.lora.dora and c.lora.dropout)
-
-
-@LORA_RULES.rule(
-    "magnitudes have a plain base",
-    (DORA, BASE),
-    why="lengths of rows are computed in every forward, from weights that are not in blocks",
-    fix="set lora.base to plain, or lora.dora to false",
-)
-def magnitudes_have_a_plain_base(c: ConfigOnRanks) -> bool:
-    return not c.lora.dora or not has_blocks(c)
-
-
-@LORA_RULES.rule(
     "a frozen base is not stored in FP8 alone",
     (RANK, "precision.storage"),
     why="only weights that are trained have that storage",

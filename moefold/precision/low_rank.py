@@ -27,11 +27,14 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.linear import linear
 from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.linear.product import PLAIN
+from moefold.kernels.quantise.base_codecs import dequantise_rows
 from moefold.layout.counter_random import LOW_32, random_32
 from moefold.layout.declare import Declaration, DeclaringModule
+from moefold.layout.held_blocks import blocks_to_read
 from moefold.layout.held_share import held_share_of
 from moefold.layout.placement import Placement
 from moefold.layout.token_numbers import numbers_of_rows
+from moefold.precision.base_blocks import BaseBlocks
 from moefold.precision.linear import GroupedLinear, Linear, PlacedWeight
 from moefold.precision.recipes import bind_fused_kernels, named_products, placed_weight
 
@@ -121,10 +124,12 @@ class LowRank(LowRankPair):
 
 class DirectedLowRank(LowRank):
     """The adapter of a linear layer whose rows have a trained magnitude (DoRA): y = m (W + s B A) x / |W + s B A|, with
-    the length of each row. Lengths have no gradient, as in the paper (https://arxiv.org/abs/2402.09353) and in PEFT."""
+    the length of each row. Lengths have no gradient, as in the paper (https://arxiv.org/abs/2402.09353) and in PEFT.
+    Dropout is of the inputs of A, as without magnitudes."""
 
     def __init__(self, layer: Linear, spec: AdapterSpec, kernels: BoundKernels):
         super().__init__(layer.placed_weight, spec, kernels)
+        self.dequantise = kernels[dequantise_rows]
         self.layers = (layer,)  # a tuple, so that torch does not register it here
         self.borrowed = (layer.weight,)
         declaration = layer.placed_weight.declaration
@@ -138,16 +143,22 @@ class DirectedLowRank(LowRank):
     def row_lengths(self) -> Tensor:
         """|W + s B A| of every row, without the sum: its square is W W + 2 s (W A^T) B + s^2 (B A A^T) B, summed over
         the ranks that share out the inputs."""
-        (layer,) = self.layers
-        wide = torch.promote_types(layer.weight.dtype, torch.float32)
-        own = torch.linalg.vector_norm(layer.weight, dim=-1, dtype=wide).square()
+        weight = self.weight_read()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        own = torch.linalg.vector_norm(weight, dim=-1, dtype=wide).square()
         a = self.a.to(wide)
         b = self.b.to(wide)
-        low = (layer.weight @ self.a.mT).to(wide) * 2 + self.scale * (b @ (a @ a.mT))
+        low = (weight @ self.a.mT).to(wide) * 2 + self.scale * (b @ (a @ a.mT))
         squares = own + self.scale * (low * b).sum(-1)
         for axis in self.axes:
             all_reduce_no_grad(squares, axis)
         return squares.clamp_min(0).sqrt()
+
+    def weight_read(self) -> Tensor:
+        """The weight that the layer's product reads: of a base in blocks, what these stand for."""
+        (layer,) = self.layers
+        blocks = blocks_to_read(layer.weight)
+        return blocks.dequantised(self.dequantise) if isinstance(blocks, BaseBlocks) else layer.weight
 
     @torch.no_grad()
     def start_magnitude(self) -> None:

@@ -76,12 +76,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "targets have a rank": [("--lora.targets=*.attention.*", 1, "lora.rank = 0, lora.targets = *.attention.*")],
     "dropout has adapters": [("--lora.dropout=0.1", 1, "lora.rank = 0, lora.dropout = 0.1")],
     "magnitudes have adapters": [("--lora.dora=true", 1, "lora.rank = 0, lora.dora = true")],
-    "magnitudes are without dropout": [
-        ("--lora.rank=4 --lora.dora=true --lora.dropout=0.1", 1, "lora.dora = true, lora.dropout = 0.1"),
-    ],
-    "magnitudes have a plain base": [
-        ("--lora.rank=4 --lora.dora=true --lora.base=fp8", 1, "lora.dora = true, lora.base = fp8"),
-    ],
     "a frozen base is not stored in FP8 alone": [
         ("--lora.rank=4 --precision.recipe=fp8_block --precision.storage=fp8", 1, "precision.storage = fp8"),
     ],

@@ -68,12 +68,12 @@ def filled(module: torch.nn.Module, *adapters: AdapterSpec) -> None:
         parameter.data.copy_(numbers(*parameter.shape, seed=i))
 
 
-@pytest.mark.parametrize("rank", [1, 4])
-def test_magnitudes_scale_the_rows_of_the_explicit_sum(rank: int):
-    """y = m (W + s B A) x / |W + s B A| + b by autograd, with a length that has no gradient."""
+@pytest.mark.parametrize(("rank", "dropout"), [(1, 0.0), (4, 0.0), (4, 0.5)])
+def test_magnitudes_scale_the_rows_of_the_explicit_sum(rank: int, dropout: float):
+    """y = m (W x + s B A d(x)) / |W + s B A| + b by autograd, with a length that has no gradient; d drops."""
     with default_dtype(torch.float64):
         layers = Projections()
-        filled(layers, *(replace(spec(name, rank), has_magnitude=True) for name in ("query", "out")))
+        filled(layers, *(replace(spec(name, rank, dropout), has_magnitude=True) for name in ("query", "out")))
     x = numbers(2, 5, 8, seed=90).requires_grad_()
     outputs = layers(x)
     directions = [numbers(*y.shape, seed=50 + i) for i, y in enumerate(outputs)]
@@ -85,14 +85,20 @@ def test_magnitudes_scale_the_rows_of_the_explicit_sum(rank: int):
             leaf = layers.get_parameter(f"{name}.{part}").detach().clone()
             leaves[f"{name}.{part}"] = leaf.requires_grad_()
 
-    def directed(name: str, weight: Tensor) -> Tensor:
+    def directed(name: str, layer: Linear, rows: Tensor) -> Tensor:
         a, b, magnitude = (leaves[f"{name}.lora.{part}"] for part in ("a", "b", "magnitude"))
-        whole = weight.detach() + SCALE * b @ a
-        return (magnitude / whole.detach().norm(dim=-1))[..., None] * whole
+        weight = layer.weight.detach()
+        factor = magnitude / (weight + SCALE * b @ a).detach().norm(dim=-1)
+        assert isinstance(layer.lora, LowRankPair)
+        mask = layer.lora.drop_inputs(torch.ones_like(rows))
+        assert bool((mask == 0).any()) == bool(dropout)
+        change = (SCALE * b @ a).flatten(0, -2)
+        output = rows @ weight.flatten(0, -2).mT + (rows * mask) @ change.mT
+        return output.unflatten(-1, weight.shape[:-1]) * factor
 
     assert layers.query.bias is not None
-    q = torch.einsum("bsd,hxd->bshx", x2, directed("query", layers.query.weight)) + layers.query.bias.detach()
-    out = q.flatten(-2) @ directed("out", layers.out.weight).T
+    q = directed("query", layers.query, x2) + layers.query.bias.detach()
+    out = directed("out", layers.out, q.flatten(-2))
     torch.testing.assert_close(outputs[0], q, rtol=0, atol=1e-12)
     torch.testing.assert_close(outputs[2], out, rtol=0, atol=1e-12)
     k = torch.einsum("bsd,hxd->bshx", x2, layers.key.weight.detach())
@@ -222,7 +228,7 @@ def test_dropout_leaves_a_share_of_inputs_in_training_alone_and_draws_by_token_a
     x = numbers(500, 8, seed=7)
     lora = layers.query.lora
     assert isinstance(lora, LowRankPair)
-    base = layers.query(x) - layers.query.lora(x)
+    base = layers.query(x) - lora(x)
     expected = (SCALE * (x * mask) @ lora.a.T @ lora.b.flatten(0, -2).T).unflatten(-1, (3, 4))
     close([layers.query(x) - base], [expected])
     layers.eval()

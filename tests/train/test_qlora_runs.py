@@ -40,22 +40,31 @@ def assembled(config: Config) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("preset", "base"), [("tiny", "nf4"), ("deepseek-v3", "mxfp4")])
-def test_a_run_beside_blocks_is_one_beside_what_they_stand_for(preset: str, base: str):
-    config = config_of(preset, lora=replace(LORA, base=base))
+DIRECTED = replace(LORA, dora=True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "base", "lora"),
+    [("tiny", "nf4", LORA), ("deepseek-v3", "mxfp4", LORA), ("tiny", "nf4_double", DIRECTED)],
+)
+def test_a_run_beside_blocks_is_one_beside_what_they_stand_for(preset: str, base: str, lora: LoraConfig):
+    config = config_of(preset, lora=replace(lora, base=base))
     run = assembled(config)
-    plain = assembled(replace(config, lora=LORA))
+    plain = assembled(replace(config, lora=lora))
     weights = dict(plain.model.named_parameters())
     held = 0
     for name, parameter in run.model.named_parameters():
         blocks = held_blocks_of(parameter)
         is_product = any(place in name for place in ("attention", "dense", "experts", "shared"))
-        is_base = is_product and not name.endswith(("norm.weight", ".lora.a", ".lora.b", "shared.gate.weight"))
+        is_base = is_product and ".lora." not in name and not name.endswith(("norm.weight", "shared.gate.weight"))
         assert (blocks is not None) == is_base, name
         if blocks is not None:
             held += 1
             assert not torch.equal(weights[name], blocks.dequantised())
             weights[name].data.copy_(blocks.dequantised())
+        elif name.endswith(".magnitude"):  # as long as the rows that blocks stand for
+            assert not torch.equal(weights[name], parameter)
+            weights[name].data.copy_(parameter)
     assert held >= 12
     losses = [take_next_step(run).loss for _ in range(2)]
     expected = [take_next_step(plain).loss for _ in range(2)]
@@ -73,6 +82,11 @@ LAYOUTS: dict[str, tuple[str, str, Changes]] = {
         {"parallel": ParallelConfig(tp=2, ep=2), "shard": SHARDED, "memory": MemoryConfig(recompute=("layer",))},
     ),
     "full sharding, stages": ("tiny", "nf4_double", {"parallel": ParallelConfig(pp=2), "shard": SHARDED}),
+    "full sharding, magnitudes": (
+        "tiny",
+        "nf4",
+        {"parallel": ParallelConfig(tp=2), "shard": SHARDED, "lora": replace(DIRECTED, dropout=0.25)},
+    ),
 }
 
 
@@ -81,7 +95,8 @@ def test_a_layout_of_four_ranks_is_equal_to_one(name: str):
     """Inputs that ranks share out are whole blocks; experts, heads and gate and up are cut over ranks too. Fully
     sharded, a rank holds the blocks of its share and of two units."""
     preset, base, changes = LAYOUTS[name]
-    config = config_of(preset, 4, lora=replace(LORA, base=base), **changes)
+    lora = changes.get("lora", LORA)
+    config = config_of(preset, 4, **{**changes, "lora": replace(lora, base=base)})
     attention = replace(config.model.attention, head_dim=32)
     moe = replace(config.model.moe, ffn=64)
     config = replace(config, model=replace(config.model, attention=attention, moe=moe))
