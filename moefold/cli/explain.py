@@ -252,8 +252,8 @@ def describe_objective(config: Config) -> str | None:
 
 
 def describe_sharding(config: Config, ranks: int) -> Description | None:
-    """Weights of the first pipeline rank, between steps and of units that are whole in steps; None where every rank has
-    all weights and shares are in one copy."""
+    """Weights on the device of the first pipeline rank, between steps and of units that are whole in steps; None where
+    every rank has all weights and shares are in one copy."""
     if config.shard == ShardConfig() or config.model.attention.kind not in ATTENTION_NAMES.builtin:
         return None
     setting = build_run_setting(config, ranks, choices_of_run(config))
@@ -266,7 +266,7 @@ def describe_sharding(config: Config, ranks: int) -> Description | None:
         "mode": config.shard.mode,
         "copies": config.shard.replicas,
         "sync": sync_in_words(config, ranks),
-        "weight_bytes": held.weights,
+        "weight_bytes": held.weights - host_weights(setting, first).on_host,
         "unit_bytes": units,
     }
 

@@ -86,16 +86,6 @@ def host_experts_are_frozen(c: ConfigOnRanks) -> bool:
 
 
 @MEMORY_RULES.rule(
-    "expert weights on the host are whole there",
-    (OFFLOAD, "shard.mode"),
-    why="shares of fully sharded weights are gathered between devices",
-    fix="set shard.mode to zero1",
-)
-def host_experts_are_whole(c: ConfigOnRanks) -> bool:
-    return not has_host_experts(c) or c.shard.mode == "zero1"
-
-
-@MEMORY_RULES.rule(
     "expert weights on the host have no clones",
     (OFFLOAD, "parallel.clone_slots"),
     why="clones of experts are sent from device memory before their layer's weights are fetched",

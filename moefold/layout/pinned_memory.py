@@ -50,6 +50,12 @@ def unpin_pages(memory: mmap.mmap, place: int) -> None:
     torch.cuda.check_error(int(code))
 
 
+def pinned_copy(x: Tensor) -> Tensor:
+    """A copy in host memory."""
+    on_host = host_memory(x)
+    return on_host.copy_(x)
+
+
 def host_memory(like: Tensor) -> Tensor:
     """Memory of this shape and type on the host, pinned where a GPU reads it; without values."""
     size = prod(like.shape) * like.element_size()

@@ -8,6 +8,9 @@ A unit is the weights of a layer's routed experts on this rank: in the model's p
 slots two of each pass. A unit takes the memory that one before it left (model/unit_memory.py). The copy stream waits
 for what used that memory, and the compute stream for the copy; the host waits for nothing. On a CPU the same code
 copies at once.
+
+With full sharding there is no window of experts: a rank's share of them lies on the host, and comes with the unit of
+its layer (shard/gathered_units.py).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from moefold.config.run import Config
 from moefold.layout.declare import declared_parameters
 from moefold.layout.held_blocks import attach_fetched_blocks, attach_held_blocks, held_blocks_of
 from moefold.layout.held_share import HeldShare, attach_held_share
-from moefold.layout.host_copies import HostCopy, attach_host_copies, host_copies_of
+from moefold.layout.host_copies import HostCopy, attach_host_copies, host_copies_of, put_share_on_host
 from moefold.layout.pinned_memory import host_memory
 from moefold.layout.weight_copies import drop_copies
 from moefold.model.moe.experts import Experts
@@ -111,15 +114,16 @@ def fill_from_host(copies: Iterable[HostCopy]) -> None:
 
 
 @torch.no_grad()
-def hold_experts_on_host(model: nn.Module, products: Collection[str]) -> None:
+def hold_experts_on_host(model: nn.Module, products: Collection[str], in_shares: bool) -> None:
     """Give the weights of these products, or the blocks that stand for them, host memory. The model was declared
-    without; products of other pipeline ranks are left."""
+    without; products of other pipeline ranks are left. Weights `in_shares` get it when they are shared out."""
+    hold = put_share_on_host if in_shares else move_to_host
     here = named_products(model)
     on_host = [placed_weight(here[name]).declaration for name in products if name in here]
     identities = set(map(id, on_host))
     for parameter in declared_parameters(model):
         if id(parameter.declaration) in identities:
-            move_to_host(parameter.tensor)
+            hold(parameter.tensor)
 
 
 def move_to_host(weight: Tensor) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from moefold.optim.host_states import Chunk, HostStream, moment_on_host, pinned_copy
+from moefold.layout.pinned_memory import pinned_copy
+from moefold.optim.host_states import Chunk, HostStream, moment_on_host
 from moefold.optim.moments import BlockMoment, CodesAndScales, Moment, codes_and_scales
 from moefold.optim.rule import BucketShare
 from moefold.shard.storage import FusedOperands

@@ -27,7 +27,7 @@ from torch.cuda import Event, Stream
 from moefold.anatomy.visiting_states import CHUNK_ELEMENTS, LEAST_SLOTS, slot_count
 from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK
 from moefold.kernels.optimizer.decode_moment import decode_moment
-from moefold.layout.pinned_memory import host_memory
+from moefold.layout.pinned_memory import pinned_copy
 from moefold.optim.moments import Moment
 from moefold.shard.buckets import round_up
 
@@ -39,12 +39,6 @@ Chunk = Sequence[Tensor]  # host tensors that are updated together
 Tensors = list[Tensor]
 Work = Callable[[int, Tensors], None]
 ChunkKey = tuple[int, int]  # the owner of a chunk, and its number
-
-
-def pinned_copy(x: Tensor) -> Tensor:
-    """A copy in host memory."""
-    on_host = host_memory(x)
-    return on_host.copy_(x)
 
 
 def moment_on_host(moment: Moment) -> Moment:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moefold.layout.held_blocks import HeldBlocks, attach_held_blocks, held_blocks_of
-from moefold.shard.storage import PlainWeights, ShardedWeights, Wire
+from moefold.shard.storage import MoveTensor, PlainWeights, ShardedWeights, Wire
 
 
 class PlacedBlocks(NamedTuple):
@@ -59,10 +59,10 @@ class ShardedBlockWeights(ShardedWeights, BlockWeights):
 
     own_blocks: HeldBlocks | None = None
 
-    def keep_share(self, share: slice) -> HeldBlocks:
+    def keep_share(self, share: slice, copy: MoveTensor = torch.clone) -> HeldBlocks:
         if self.own_blocks is None:
             mine = self.blocks.elements(share)
-            self.own_blocks = mine.remade(torch.clone)
+            self.own_blocks = mine.remade(copy)
         return self.own_blocks
 
     def free_weights(self) -> None:

@@ -29,6 +29,8 @@ from moefold.layout.axes import Axis, World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.held_blocks import elements_of, held_blocks_of
 from moefold.layout.held_share import HeldShare, attach_held_share
+from moefold.layout.host_copies import is_share_on_host
+from moefold.layout.pinned_memory import pinned_copy
 from moefold.layout.placement import BUCKET_ELEMENTS, Placement
 from moefold.layout.weight_copies import keeps_values
 from moefold.shard.block_weights import BlockWeights, PlacedBlocks, ShardedBlockWeights
@@ -56,7 +58,8 @@ DEFAULT_GROUP = BucketGroup()
 class BucketKey(NamedTuple):
     """What the parameters of a bucket have in common. `alone` names a parameter that shares its bucket with none.
     `format`: of weights that are stored in FP8. `slot`: the elements of one matrix, for stacks whose shares end between
-    matrices, or of one row, for weights `in_blocks`; 0 for all else."""
+    matrices, or of one row, for weights `in_blocks`; 0 for all else. `on_host`: a rank's share of frozen weights lies
+    there."""
 
     placement: Placement
     decays: bool
@@ -66,6 +69,7 @@ class BucketKey(NamedTuple):
     format: WeightFormat | None = None
     slot: int = 0
     in_blocks: bool = False
+    on_host: bool = False
 
 
 class BucketPiece(NamedTuple):
@@ -335,7 +339,8 @@ class Grouping:
             slot = elements_of_matrix(parameter)
         placement = declaration.placement
         decays = declaration.decays
-        return BucketKey(placement, decays, group, unit, alone, format, slot, in_blocks)
+        on_host = is_share_on_host(parameter.tensor)
+        return BucketKey(placement, decays, group, unit, alone, format, slot, in_blocks, on_host)
 
     def is_full(self, key: BucketKey, parameters: Parameters) -> bool:
         if self.unit_of:
@@ -409,26 +414,26 @@ class BucketMaker:
 
     def make_storage(self, key: BucketKey, places: Places, like: Tensor, replicas: Axis) -> WeightStorage:
         size = places.size
-        is_sharded = self.sharded is not None and replicas.size > 1
+        sharded = self.sharded if replicas.size > 1 or key.on_host else None
         if key.in_blocks:
-            make = ShardedBlockWeights if is_sharded else BlockWeights
+            make = BlockWeights if sharded is None else ShardedBlockWeights
             tensors = [parameter.tensor for parameter in places.parameters]
             placed = map(PlacedBlocks, tensors, places.starts)
             return make(size, placed)
         if key.format is None:
-            if self.sharded is not None and replicas.size > 1:
-                return self.sharded(size, like)
-            return self.storage(size, like)
+            make = sharded or self.storage
+            return make(size, like)
         assert self.fp8 is not None, "a format, and no storage for it"
         matrices: list[StoredMatrices] = []
         for parameter, start in zip(places.parameters, places.starts, strict=True):
             matrices.append(stored_matrices(parameter, start))
-        return self.fp8.make(size, like, matrices, key.format, is_sharded)
+        return self.fp8.make(size, like, matrices, key.format, sharded is not None)
 
 
 def keep_share_alone(bucket: Bucket, storage: ShardedWeights) -> None:
     """Keep this rank's share of the weights, and free the rest. Parameters without memory know their share."""
-    own = storage.keep_share(bucket.share)
+    copy = pinned_copy if bucket.key.on_host else torch.clone
+    own = storage.keep_share(bucket.share, copy)
     storage.free_weights()
     for piece in bucket.pieces():
         values = elements_of(own, piece.window)

@@ -5,6 +5,9 @@
 
 A unit is a block, the embedding or the head (`unit_of_parameter`). When units come and go is the window's
 (model/unit_window.py): a forward that is run again in backward gathers nothing of its own.
+
+Shares of frozen experts may lie on the host (`memory.offload expert_weights`): they are copied to the device before
+they are gathered, on a stream of their own. Experts without replicas are a share that is all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moefold.comm.collectives import all_reduce_max_no_grad
@@ -56,6 +60,7 @@ class GatheredUnits(UnitWindow):
         self.gradients = gradients
         self.sharded = defaultdict[str, list[Bucket]](list)  # by unit: buckets of which this rank keeps a share
         self.are_prepared = False  # shares, for gathers
+        self.stream: Any = None  # of shares from the host
         unit_of: dict[int, str] = {}  # by the identity of a parameter
         for bucket in buckets:
             if isinstance(bucket.storage, ShardedWeights):
@@ -92,7 +97,19 @@ class GatheredUnits(UnitWindow):
             self.prepare_shares()
         for event in readers:
             event.wait()
-        return [gather_shares(bucket, "unit") for bucket in buckets]
+        if not any(bucket.key.on_host for bucket in buckets):
+            return gather_all(buckets)
+        return self.bring_from_host(buckets)
+
+    def bring_from_host(self, buckets: list[Bucket]) -> list[PendingGather]:
+        """Gather shares behind their copies from the host, beside what the present stream computes."""
+        if not buckets[0].weights.is_cuda:
+            return gather_all(buckets)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())  # whose work may still use this memory
+        with torch.cuda.stream(self.stream):
+            return gather_all(buckets)
 
     def release(self, unit: str) -> None:
         for bucket in self.sharded[unit]:
@@ -121,6 +138,10 @@ class GatheredUnits(UnitWindow):
 
     def await_all_buckets(self) -> None:
         """There is nothing to wait for: shares are up to date."""
+
+
+def gather_all(buckets: list[Bucket]) -> list[PendingGather]:
+    return [gather_shares(bucket, "unit") for bucket in buckets]
 
 
 def sharded_storage(bucket: Bucket) -> ShardedWeights:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from moefold.comm.blocked_times import blocked
@@ -131,11 +132,24 @@ def gather_shares(bucket: Bucket, what: str) -> PendingGather:
     wires = storage.wire_tensors(bucket.share)
     works: list[PendingWork] = []
     sent: list[Tensor] = []
-    for wire in wires:
-        work = gather_over_levels(wire.gathered, wire.mine, bucket.replicas, what)
+    for gathered, own in wires:
+        if bucket.replicas.size == 1:
+            works += copy_from_host(gathered, own)
+            continue
+        mine = own.to(gathered.device, non_blocking=True)  # from the host, if it lies there
+        work = gather_over_levels(gathered, mine, bucket.replicas, what)
         works.append(work)
-        sent.append(wire.mine)
+        sent.append(mine)
     return PendingGather(storage, works, sent)
+
+
+def copy_from_host(whole: Tensor, own: Tensor) -> list[PendingWork]:
+    """Start to copy a share that is all of the weights."""
+    whole.copy_(own, non_blocking=True)
+    if not whole.is_cuda:
+        return []
+    behind = torch.cuda.current_stream().record_event()
+    return [behind]
 
 
 def note_replayed_update(buckets: list[Bucket]) -> None:

@@ -261,15 +261,15 @@ class ShardedWeights(FlatWeights):
 
     own: Tensor | None = None
 
-    def weights_of_share(self, share: slice) -> Tensor:
+    def weights_of_share(self, share: slice, copy: MoveTensor = torch.clone) -> Tensor:
         if self.own is None:
             mine = self.weights[share]
-            self.own = mine.clone()
+            self.own = copy(mine)
         return self.own
 
-    def keep_share(self, share: slice) -> Held:
-        """This rank's share, which it keeps."""
-        return self.weights_of_share(share)
+    def keep_share(self, share: slice, copy: MoveTensor = torch.clone) -> Held:
+        """This rank's share, of which it keeps this copy."""
+        return self.weights_of_share(share, copy)
 
     def free_weights(self) -> None:
         """Free all but the share."""

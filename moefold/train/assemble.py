@@ -368,7 +368,7 @@ def build_model(
     if base is not None:
         hold_base(model, base, [product.name for product in base_products(config)], kernels)
     if on_host:
-        hold_experts_on_host(model, on_host)
+        hold_experts_on_host(model, on_host, in_shares=not is_whole)
     if is_whole:
         allocate_parameters(model)
     if is_whole and start is not None:

@@ -455,6 +455,18 @@ def test_shards_are_explained_with_their_bytes(capsys: pytest.CaptureFixture[str
     assert "2 copies of all shares" in " ".join(capsys.readouterr().out.split())
 
 
+def test_shares_of_experts_on_the_host_are_not_among_those_of_the_device(capsys: pytest.CaptureFixture[str]):
+    words = ["tiny", "--nproc", "4", "--shard.mode", "zero3", "--lora.rank", "4", "--model.moe.balance.bias_rate", "0"]
+    found: list[Any] = []
+    for offload in ("", "expert_weights"):
+        assert run_command_line(["explain", *words, "--memory.offload", offload, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    before, after = found
+    on_host = after["experts_on_host"]["bytes"]
+    assert on_host > 0
+    assert before["shard"]["weight_bytes"] - after["shard"]["weight_bytes"] == pytest.approx(on_host)
+
+
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What the command prints, in one line."""
     assert run_command_line(["explain", "tiny", *words]) == 0

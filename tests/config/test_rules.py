@@ -319,9 +319,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.offload=expert_weights", 1, "fetched from the host and never written back"),
         ("--memory.offload=expert_weights@1,core", 1, "memory.offload = expert_weights@1,core"),
     ],
-    "expert weights on the host are whole there": [
-        (f"--memory.offload=expert_weights {FROZEN_EXPERTS} --shard.mode=zero3", 2, "shard.mode = zero3"),
-    ],
     "expert weights on the host have no clones": [
         (
             f"--memory.offload=expert_weights {FROZEN_EXPERTS} --parallel.clone_slots=1 --parallel.ep=2",

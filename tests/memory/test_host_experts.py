@@ -18,12 +18,14 @@ from moefold.anatomy.host_experts import experts_on_host
 from moefold.checkpoint.hf.read_weights import local_tensors
 from moefold.cli.main import run_command_line
 from moefold.config.errors import UserError
-from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig, PipelineConfig
+from moefold.config.run import Config, LoraConfig, MemoryConfig, ParallelConfig, PipelineConfig, ShardConfig
 from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.layout.held_share import held_values_of
 from moefold.layout.host_copies import host_copies_of
 from moefold.memory.host_experts import FetchedExperts
 from moefold.model.steps import PassKey, PassKind, Step
 from moefold.model.transformer import Transformer
+from moefold.shard.gathered_units import GatheredUnits, sharded_storage
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.finite_checks import bad_state
 from moefold.train.parity import random_corpus
@@ -189,6 +191,79 @@ def test_layouts_of_four_ranks():
     width = replace(width, model=replace(width.model, moe=moe, attention=attention))
     for found in run_ranks(compare_layouts, 4, [stages, width]):
         assert found == ["", ""]
+
+
+def held_parts(run: Run) -> Parts:
+    """What a rank holds of trained parameters."""
+    trained = [(name, each) for name, each in run.model.named_parameters() if each.requires_grad]
+    values = {name: held_values_of(each).values for name, each in trained}
+    return {name: held.detach().clone() for name, held in values.items() if isinstance(held, torch.Tensor)}
+
+
+class GatheredExperts:
+    """An observer: the most layers whose experts have memory to gather to, around a step."""
+
+    def __init__(self, run: Run):
+        assert isinstance(run.parameters, GatheredUnits)
+        self.buckets = [bucket for bucket in run.parameters.buckets if bucket.key.on_host]
+        self.most = 0
+
+    def layers(self) -> set[str]:
+        memory = [(bucket.unit, each) for bucket in self.buckets for each in sharded_storage(bucket).gathered_memory()]
+        return {unit for unit, each in memory if each.untyped_storage().nbytes()}
+
+    def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        self.most = max(self.most, len(self.layers()))
+
+    after = before
+
+
+def difference_in_shares(config: Config, entries: tuple[str, ...], world: World) -> str:
+    """How a fully sharded run with its shares of these experts on the host differs from one without."""
+    plain = assembled(config, world)
+    losses = [take_next_step(plain).loss for _ in range(3)]  # B is zero in the first
+    expected = held_parts(plain)
+    run = assembled(on_host(config, entries), world)
+    watch = GatheredExperts(run)
+    if watch.layers():
+        return "experts are on the device before the first step"
+    named = {parameter.name for bucket in watch.buckets for parameter in bucket.parameters}
+    layers = {str(experts.layer) for experts in experts_on_host(run.config)}
+    base = [name for name, _ in run.model.named_parameters() if ".experts." in name and ".lora." not in name]
+    if named != {name for name in base if name.split(".")[1] in layers}:
+        return f"{named} are on the host"
+    with run.executor.observed_by(watch):
+        actual = [take_next_step(run).loss for _ in losses]
+    if watch.most != min(2, len({bucket.unit for bucket in watch.buckets})):
+        return f"experts of {watch.most} layers at a time"
+    if actual != losses:
+        return f"losses {actual}; without {losses}"
+    parts = held_parts(run)
+    return next((f"{name} differs" for name in expected if not torch.equal(parts[name], expected[name])), "")
+
+
+def compare_shares(world: World, cases: list[tuple[Config, tuple[str, ...]]]) -> list[str]:
+    found: list[str] = []
+    for config, entries in cases:
+        here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
+        found.append(difference_in_shares(config, entries, here))
+    return found
+
+
+def test_shares_of_four_ranks():
+    """With replicas a share is a part of the experts, in blocks whole rows; with experts over all ranks it is all that
+    a rank has."""
+    sharded = ShardConfig("zero3")
+    frozen = deep_config(4, lora=LoraConfig(), shard=sharded, parallel=ParallelConfig(ep=2))
+    frozen = replace(frozen, optim=replace(frozen.optim, **FREEZING))
+    cases = [
+        (deep_config(4, shard=ShardConfig("zero3", 2), memory=MemoryConfig(recompute=("layer",))), HOST),
+        (deep_config(4, lora=replace(LORA, base="nf4"), shard=sharded, parallel=ParallelConfig(ep=4)), HOST),
+        (deep_config(4, lora=replace(LORA, base="fp8"), shard=sharded, parallel=ParallelConfig(pp=2)), HOST),
+        (frozen, ("expert_weights@1-3",)),
+    ]
+    for found in run_ranks(compare_shares, 4, cases):
+        assert found == [""] * len(cases)
 
 
 @pytest.mark.parametrize("base", ["plain", "nf4"])

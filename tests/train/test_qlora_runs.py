@@ -74,12 +74,14 @@ def test_a_run_beside_blocks_is_one_beside_what_they_stand_for(preset: str, base
             torch.testing.assert_close(parameter, weights[name], rtol=0, atol=1e-9)
 
 
+HOST = MemoryConfig(offload=("expert_weights",))
+LEAN = replace(HOST, recompute=("layer",))
 LAYOUTS: dict[str, tuple[str, str, Changes]] = {
     "tp, ep, etp": ("qwen3-30b-a3b", "mxfp4", {"parallel": ParallelConfig(tp=2, ep=2, etp=2)}),
-    "full sharding, tp and ep": (
+    "full sharding, tp and ep, experts on the host": (
         "qwen3-30b-a3b",
         "mxfp4",
-        {"parallel": ParallelConfig(tp=2, ep=2), "shard": SHARDED, "memory": MemoryConfig(recompute=("layer",))},
+        {"parallel": ParallelConfig(tp=2, ep=2), "shard": SHARDED, "memory": LEAN},
     ),
     "full sharding, stages": ("tiny", "nf4_double", {"parallel": ParallelConfig(pp=2), "shard": SHARDED}),
     "full sharding, magnitudes": (
@@ -128,10 +130,10 @@ def test_shares_of_blocks_go_on_from_whole_ones_and_back(tmp_path: Path):
     model = replace(START.model, moe=replace(START.model.moe, balance=balance))
     start = replace(START, model=model, lora=replace(LORA, base="nf4"), train=replace(START.train, precision="fp64"))
     layouts = [
-        replace(start, shard=SHARDED, parallel=ParallelConfig(ep=2)),
+        replace(start, shard=SHARDED, parallel=ParallelConfig(ep=2), memory=HOST),
         replace(start, parallel=ParallelConfig(cp=2, context="ring")),
         start,
-        replace(start, shard=ShardConfig("zero3", 2)),
+        replace(start, shard=ShardConfig("zero3", 2), memory=HOST),
     ]
     for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 3, 0])[0]:
         assert not wrong

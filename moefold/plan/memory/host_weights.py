@@ -15,7 +15,8 @@ from moefold.plan.memory.run_setting import RunSetting
 
 
 class HostWeights(NamedTuple):
-    """Bytes of a rank's expert weights on the host, and of those that have device memory at a time."""
+    """Bytes of a rank's expert weights on the host, and of those that have device memory at a time; with full sharding
+    of its share of them, which units are gathered from."""
 
     on_host: float
     on_device: float
@@ -42,7 +43,9 @@ def bytes_by_layer(s: RunSetting) -> Mapping[int, float]:
         return {}
     p = s.parallel
     cut = ParallelConfig(ep=p.ep, etp=p.etp)
-    return expert_bytes(s.model, s.config.lora, s.optim.groups, cut, entries, s.recipe.wide)
+    whole = expert_bytes(s.model, s.config.lora, s.optim.groups, cut, entries, s.recipe.wide)
+    shares = s.shards_of("expert") if s.choices.sharding == "fsdp" else 1
+    return {layer: size / shares for layer, size in whole.items()}
 
 
 @lru_cache(maxsize=256)  # a search asks for it with every layout

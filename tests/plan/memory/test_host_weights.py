@@ -32,9 +32,11 @@ def setting(*words: str, world: int = 1) -> RunSetting:
     ((), 1, LAYER),
     (("--lora.base=nf4",), 1, LAYER * 4.25 / 16),
     (("--parallel.ep=2", "--parallel.pp=2", "--train.micro_batch=2"), 4, LAYER / 2),
+    (("--shard.mode=zero3", "--parallel.ep=2", "--train.micro_batch=1"), 4, LAYER / 4),
+    (("--shard.mode=zero3", "--parallel.ep=4", "--train.micro_batch=1"), 4, LAYER / 4),
 ])  # fmt: skip
 def test_two_layers_are_on_the_device_and_all_on_the_host(words: tuple[str, ...], world: int, layer: float):
-    """Of every pipeline rank."""
+    """Of every pipeline rank; with full sharding of its share."""
     plain = memory_by_rank(setting(*words, world=world))
     held = memory_by_rank(setting(*words, HOST, world=world))
     assert sum(rank.host for rank in held) == pytest.approx(48 * layer)
