@@ -3,6 +3,8 @@ yet."""
 
 from __future__ import annotations
 
+from math import lcm
+
 from moefold.config.clone_rules import COUNTING_DISPATCHERS
 from moefold.config.context_sending import read_keys
 from moefold.config.rule import ConfigOnRanks, RuleList
@@ -17,6 +19,15 @@ CONTEXT_RULES = RuleList()
 
 def is_dynamic(c: ConfigOnRanks) -> bool:
     return c.parallel.context_sizes == "dynamic"
+
+
+def can_swap_heads(c: ConfigOnRanks, ranks: int) -> bool:
+    """Whether so many ranks can share the query heads of a tp rank: these are a multiple of its key/value heads, as
+    often as they have to be copied."""
+    attention = c.model.attention
+    heads_of_rank = attention.heads // c.parallel.tp
+    kv_heads_of_rank = max(1, attention.kv_heads // c.parallel.tp)
+    return heads_of_rank % lcm(kv_heads_of_rank, ranks) == 0
 
 
 def largest_context_size(c: ConfigOnRanks) -> int:
@@ -48,15 +59,15 @@ def dynamic_context_holds_the_longest(c: ConfigOnRanks) -> bool:
 
 @CONTEXT_RULES.rule(
     "dynamic context has heads to swap",
-    (SIZES, "parallel.context", "parallel.tp", "model.attention.kv_heads"),
+    (SIZES, "parallel.context", "parallel.tp", "model.attention.heads", "model.attention.kv_heads"),
     why="heads are swapped over all sizes of groups, up to dp x cp ranks",
     fix=FIXED_SIZES,
 )
 def dynamic_context_has_heads(c: ConfigOnRanks) -> bool:
     if not is_dynamic(c) or c.parallel.context != "all_to_all":
         return True
-    ranks = c.parallel.tp * largest_context_size(c)
-    return c.model.attention.kv_heads % ranks == 0
+    ranks = largest_context_size(c)  # smaller groups have a power of two of ranks too, and divide it
+    return can_swap_heads(c, ranks)
 
 
 @CONTEXT_RULES.rule(
@@ -116,16 +127,6 @@ def dynamic_context_is_in_no_graph(c: ConfigOnRanks) -> bool:
 
 
 @CONTEXT_RULES.rule(
-    "dynamic context predicts next tokens",
-    (SIZES, "train.objective"),
-    why="responses of a pair could come into different groups",
-    fix=FIXED_SIZES,
-)
-def dynamic_context_predicts_tokens(c: ConfigOnRanks) -> bool:
-    return not is_dynamic(c) or c.train.objective == "next_token"
-
-
-@CONTEXT_RULES.rule(
     "dynamic context balances samples or batches",
     (SIZES, "model.moe.balance.aux_over"),
     why="a balance loss over microbatches would depend on how samples are grouped",
@@ -144,13 +145,3 @@ def dynamic_context_balances_samples(c: ConfigOnRanks) -> bool:
 def dynamic_context_records_no_routing(c: ConfigOnRanks) -> bool:
     records = c.train.record_routing or c.train.replay_routing
     return not (is_dynamic(c) and records)
-
-
-@CONTEXT_RULES.rule(
-    "dynamic context clips no logits",
-    (SIZES, "optim.qk_clip"),
-    why="padding differs with the sizes, and its logits would be clipped too",
-    fix=FIXED_SIZES,
-)
-def dynamic_context_clips_no_logits(c: ConfigOnRanks) -> bool:
-    return not (is_dynamic(c) and c.optim.qk_clip)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from math import lcm
 from operator import attrgetter
 
 from moefold.config.batch_rules import BATCH_RULES
 from moefold.config.chunk_rules import CHUNK_RULES
 from moefold.config.clone_rules import CLONE_RULES
-from moefold.config.context_rules import CONTEXT_RULES
+from moefold.config.context_rules import CONTEXT_RULES, can_swap_heads
 from moefold.config.errors import UserError
 from moefold.config.fault_order import fault_problem
 from moefold.config.invariance_rules import INVARIANCE_RULES
@@ -457,13 +456,6 @@ def sequences_split_evenly(c: ConfigOnRanks) -> bool:
     return c.data.seq_len % sequence_multiple(c.parallel) == 0
 
 
-def heads_swapped_together(c: ConfigOnRanks) -> int:
-    """What query heads of a tp rank must be a multiple of to be shared by cp ranks: its key/value heads, as often as
-    they have to be copied."""
-    kv_heads_of_rank = max(1, c.model.attention.kv_heads // c.parallel.tp)
-    return lcm(kv_heads_of_rank, c.parallel.cp)
-
-
 def describe_head_split(c: ConfigOnRanks) -> str:
     heads = c.model.attention.heads // c.parallel.tp
     ranks = f"<parallel.cp> ranks with <parallel.context> do not share {heads} query heads of a rank evenly"
@@ -477,10 +469,7 @@ def describe_head_split(c: ConfigOnRanks) -> str:
     fix="set parallel.context to ring or all_gather",
 )
 def all_to_all_context_has_heads(c: ConfigOnRanks) -> bool:
-    if c.parallel.context != "all_to_all":
-        return True
-    heads_of_rank = c.model.attention.heads // c.parallel.tp
-    return heads_of_rank % heads_swapped_together(c) == 0
+    return c.parallel.context != "all_to_all" or can_swap_heads(c, c.parallel.cp)
 
 
 @DIVISIBILITY_RULES.rule(

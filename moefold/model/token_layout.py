@@ -115,10 +115,15 @@ class TokenShard:
     @property
     def is_padding_T(self) -> Tensor:
         """For each token of this rank, whether it is behind the samples of a packed sequence."""
+        return self.slice_for_rank(self.padding_BS)
+
+    @property
+    def padding_BS(self) -> Tensor:
+        """Of packed sequences, which positions are behind their samples."""
         assert self.filled_B is not None
         position_S = torch.arange(self.length, device=self.device)
         filled_B1 = self.filled_B[:, None]
-        return self.slice_for_rank(position_S >= filled_B1)
+        return position_S >= filled_B1
 
     @property
     def sample_place_T(self) -> Tensor:

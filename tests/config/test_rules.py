@@ -59,12 +59,10 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         (f"{DYNAMIC} --parallel.clone_slots=1 --parallel.ep=2", 2, "parallel.clone_slots = 1"),
     ],
     "a step of dynamic context is launched anew": [(f"{DYNAMIC} --memory.graphs=whole", 2, "memory.graphs = whole")],
-    "dynamic context predicts next tokens": [(f"{DYNAMIC} --train.objective=dpo", 2, "train.objective = dpo")],
     "dynamic context balances samples or batches": [
         (f"{DYNAMIC} --model.moe.balance.aux_over=microbatch", 2, "model.moe.balance.aux_over = microbatch"),
     ],
     "routing is recorded by sequence": [(f"{DYNAMIC} --train.record_routing=a", 2, "train.record_routing = a")],
-    "dynamic context clips no logits": [(f"{DYNAMIC} --optim.qk_clip=50", 2, "optim.qk_clip = 50")],
     "weights are of prepared sources": [
         ("--data.weights=1/2", 1, "data.weights = 1/2, but data.source = stdlib"),
         ("--data.weights=1/2 --data.source=prepared --data.files=a", 1, "2 weights for 1 folders"),

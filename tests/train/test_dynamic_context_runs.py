@@ -21,15 +21,17 @@ from moefold.train.parity import (
     expert_token_counts,
     first_mismatch,
     local_gradients,
+    local_weights,
     scalar_entry,
     single_rank_config,
 )
-from moefold.train.step import train_step
+from moefold.train.step import take_next_step, train_step
 from tests.support.models import with_moe_keys
 from tests.support.ranks import run_ranks
 from tests.train.test_packed_runs import RANKS, corpus, one_by_one, packed
 
 HEADS = 8  # that all ranks can swap
+KV_HEADS = 2  # which larger groups copy
 COUNTED = "all_gather"  # whose bytes are compared with those of fixed sizes
 
 
@@ -74,7 +76,8 @@ def configuration(name: str) -> Config:
     case = CASES[name]
     parallel = {"context": case.context, **case.parallel}
     config = packed(RANKS, case.form, mtp=case.mtp, over=case.over, schedule=case.schedule, **parallel)
-    attention = replace(config.model.attention, heads=HEADS, kv_heads=HEADS)
+    is_latent = config.model.attention.kind == "mla"
+    attention = replace(config.model.attention, heads=HEADS, kv_heads=HEADS if is_latent else KV_HEADS)
     model = replace(config.model, attention=attention)
     dynamic = replace(config.parallel, context_sizes="dynamic", context_sending=("0",))
     train = replace(config.train, global_batch=case.sequences, micro_batch=1)
@@ -134,6 +137,44 @@ def test_what_is_drawn_by_token_is_as_in_the_bins_of_fixed_sizes():
     assert first_mismatch(expected, run_ranks(trace_of_draws, RANKS), 1e-12) is None
     quiet = replace(alone, lora=replace(alone.lora, dropout=0.0))
     assert first_mismatch(expected, [outcome(single_rank_world(), quiet).trace], 1e-12) is not None, "dropout counts"
+
+
+CLIPPED = ("ring", "hierarchical")  # in blocks, and in heads that ranks swap
+
+
+def clipping(name: str) -> Config:
+    config = configuration(name)
+    attention = replace(config.model.attention, qk_norm="none")
+    model = replace(config.model, attention=attention)
+    return check_config(replace(config, model=model, optim=replace(config.optim, qk_clip=0.01)), RANKS)
+
+
+def clipped_by_case(world: World) -> dict[str, list[TraceEntry]]:
+    return {name: clipped_weights(world, clipping(name)) for name in CLIPPED}
+
+
+def clipped_weights(world: World, config: Config) -> list[TraceEntry]:
+    """Queries' and keys' projections behind two steps."""
+    here = world
+    if world.size > 1:
+        here = create_world(world.rank, world.size, world.device, config.parallel, node_size=4)
+    run = assemble_run(config, here, Path("."), corpus(has_masks=True))
+    for _ in range(2):
+        take_next_step(run)
+    run.parameters.await_all_buckets()
+    return [entry for entry in local_weights(run, "") if ".query." in entry.what or ".key." in entry.what]
+
+
+def test_logits_are_clipped_as_in_the_bins_of_fixed_sizes():
+    """Those of padding, of which there is more or less by the sizes, do not count."""
+    by_rank = run_ranks(clipped_by_case, RANKS)
+    for name in CLIPPED:
+        alone = single_rank_config(clipping(name))
+        expected = clipped_weights(single_rank_world(), alone)
+        assert len(expected) > 2
+        assert first_mismatch(expected, [found[name] for found in by_rank], 1e-9) is None
+        free = replace(alone, optim=replace(alone.optim, qk_clip=0.0))
+        assert first_mismatch(expected, [clipped_weights(single_rank_world(), free)], 1e-3) is not None, "heads count"
 
 
 def test_the_steps_mix_sizes_and_every_mechanism_has_several():

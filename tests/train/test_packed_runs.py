@@ -21,9 +21,10 @@ from moefold.data.loader import Batch
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.attention.context_parallel import CONTEXT_MECHANISMS
+from moefold.optim.qk_clip import watch_of
 from moefold.presets.zoo import PRESETS
 from moefold.schedule.schedule_catalog import SCHEDULES as CATALOG
-from moefold.train.assemble import assemble_run, build_model, choose_kernels
+from moefold.train.assemble import Run, assemble_run, build_model, choose_kernels
 from moefold.train.loop import introduction_lines
 from moefold.train.parity import (
     TraceEntry,
@@ -190,6 +191,37 @@ def test_batches_have_padding_several_documents_and_some_without_a_label(has_mas
     samples = samples_of(batch)
     assert len(samples) >= 2 * len(batch.tokens_BS)
     assert has_masks == any((labels == IGNORE_INDEX).all().item() for _, labels in samples)
+
+
+def test_logits_of_padding_are_none_of_the_largest():
+    """Padding has tokens 0 alone, which no document has here, and whose logits are by far the largest."""
+    config = packed(1, {"qk_norm": "none"})
+    config = replace(config, optim=replace(config.optim, qk_clip=1.0))
+    full = corpus()
+    tokens = np.maximum(full.train, 1)
+    text = Corpus(tokens, tokens, full.train_starts, full.train_starts)
+    run = assemble_run(config, single_rank_world(), Path("."), text)
+    with torch.no_grad():
+        padding_D = run.model.get_parameter("embedding.weight")[0]
+        for name in ("query", "key"):
+            weight_HXD = run.model.get_parameter(f"blocks.0.attention.{name}.weight")
+            weight_HXD.add_(50 * padding_D)
+        batch = run.loader.next_batch()
+        run.model(batch.tokens_BS, batch.labels_BS, begins_BS=batch.begins_BS, filled_B=batch.filled_B)
+        found = largest_logits(run)
+        for sample in samples_of(batch):
+            run.model(*sample)
+        expected = largest_logits(run)
+        run.model(torch.zeros_like(batch.tokens_BS), batch.labels_BS)
+        of_padding = largest_logits(run)
+    assert (expected > 0).all()
+    assert (of_padding[0] > 2 * expected[0]).all()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def largest_logits(run: Run) -> torch.Tensor:
+    """Of each layer's heads since they were taken last."""
+    return torch.stack([watch_of(layer).take() for layer in run.qk_clip.layers.values()])
 
 
 def test_samples_that_are_cut_are_told_at_the_start():

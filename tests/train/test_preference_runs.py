@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,20 @@ def traces(world: World, configs: Sequence[Config]) -> list[Trace]:
     return found
 
 
+def grouped(config: Config) -> Config:
+    """With groups of ranks for each microbatch: a pair is one sample, so that its responses stay together. The longest
+    pairs are two ranks'."""
+    parallel = replace(config.parallel, context_sizes="dynamic", context_sending=("0",))
+    return check_config(replace(config, parallel=parallel, train=replace(config.train, micro_batch=1)), 4)
+
+
+def sizes_of_groups(world: World, config: Config) -> list[int]:
+    """Of the first batch of this rank."""
+    here = create_world(world.rank, world.size, world.device, config.parallel)
+    batch = begin(config, here).loader.next_batch()
+    return [part.cp_size for part in batch.parts if part.cp_size]
+
+
 @pytest.mark.extended
 def test_layouts_of_four_ranks_are_equal_to_one():
     configs = [
@@ -190,7 +205,11 @@ def test_layouts_of_four_ranks_are_equal_to_one():
         config_of(4, LORA, cp=2, ep=4, context="all_to_all"),
         config_of(4, LoraConfig(), pp=2, tp=2, etp=2),
         replace(config_of(4, LORA, ep=2), shard=ShardConfig("zero3")),
+        grouped(config_of(4, LORA, cp=4, ep=2, dispatcher="all_to_all", context="ring")),
+        grouped(config_of(4, LoraConfig(), cp=4, context="all_gather")),
     ]
+    sizes = run_ranks(sizes_of_groups, 4, configs[-1])
+    assert set(chain.from_iterable(sizes)) >= {1, 2}
     by_rank = run_ranks(traces, 4, configs)
     expected = traces(single_rank_world(), [single_rank_config(config) for config in configs])
     for number, config in enumerate(configs):

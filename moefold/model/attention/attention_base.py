@@ -107,6 +107,8 @@ class AttentionBase(DeclaringModule):
         watch = self.logit_watch if self.training else None
         ranks = shard.cp.size
         attend = self.attend_over[ranks]
+        if watch is not None and shard.is_packed:
+            q = without_padding(q, shard)
         if watch is not None and ranks == 1:
             watch.note(q, k, scale, window, begins_BS)
         elif watch is not None:
@@ -150,6 +152,13 @@ class AttentionBase(DeclaringModule):
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""
         raise NotImplementedError
+
+
+def without_padding(q_BSHD: Tensor, shard: TokenShard) -> Tensor:
+    """Queries of which those of padding are zero, and so their logits, which are then above no threshold. Nothing that
+    is trained reads what padding attends to."""
+    is_padding_BS = shard.positions_held(shard.padding_BS)
+    return q_BSHD.masked_fill(is_padding_BS[:, :, None, None], 0)
 
 
 def key_and_value(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
