@@ -258,7 +258,9 @@ def describe_sharding(config: Config, ranks: int) -> Description | None:
         return None
     setting = build_run_setting(config, ranks, choices_of_run(config))
     first = stages_by_rank(config)[0]
-    held = resident_state(setting, first, stage_counts(setting, first))
+    counts = stage_counts(setting, first)
+    held = resident_state(setting, first, counts)
+    on_host = host_weights(setting, first).on_host
     units = 0.0
     if config.shard.mode == "zero3":
         units = bytes_of_whole_units(setting, first)
@@ -266,7 +268,7 @@ def describe_sharding(config: Config, ranks: int) -> Description | None:
         "mode": config.shard.mode,
         "copies": config.shard.replicas,
         "sync": sync_in_words(config, ranks),
-        "weight_bytes": held.weights - host_weights(setting, first).on_host,
+        "weight_bytes": held.weights - on_host,
         "unit_bytes": units,
     }
 

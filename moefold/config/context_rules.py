@@ -25,9 +25,12 @@ def can_swap_heads(c: ConfigOnRanks, ranks: int) -> bool:
     """Whether so many ranks can share the query heads of a tp rank: these are a multiple of its key/value heads, as
     often as they have to be copied."""
     attention = c.model.attention
-    heads_of_rank = attention.heads // c.parallel.tp
-    kv_heads_of_rank = max(1, attention.kv_heads // c.parallel.tp)
-    return heads_of_rank % lcm(kv_heads_of_rank, ranks) == 0
+    tp = c.parallel.tp
+    heads = attention.heads // tp
+    kv_heads = attention.kv_heads // tp
+    at_least_one = max(1, kv_heads)
+    together = lcm(at_least_one, ranks)
+    return heads % together == 0
 
 
 def largest_context_size(c: ConfigOnRanks) -> int:

@@ -157,8 +157,11 @@ class DirectedLowRank(LowRank):
     def weight_read(self) -> Tensor:
         """The weight that the layer's product reads: of a base in blocks, what these stand for."""
         (layer,) = self.layers
-        blocks = blocks_to_read(layer.weight)
-        return blocks.dequantised(self.dequantise) if isinstance(blocks, BaseBlocks) else layer.weight
+        weight = layer.weight
+        blocks = blocks_to_read(weight)
+        if isinstance(blocks, BaseBlocks):
+            return blocks.dequantised(self.dequantise)
+        return weight
 
     @torch.no_grad()
     def start_magnitude(self) -> None:

@@ -97,17 +97,16 @@ class GatheredUnits(UnitWindow):
             self.prepare_shares()
         for event in readers:
             event.wait()
-        if not any(bucket.key.on_host for bucket in buckets):
-            return gather_all(buckets)
-        return self.bring_from_host(buckets)
+        if copies_to_device(buckets):
+            return self.bring_from_host(buckets)
+        return gather_all(buckets)
 
     def bring_from_host(self, buckets: list[Bucket]) -> list[PendingGather]:
         """Gather shares behind their copies from the host, beside what the present stream computes."""
-        if not buckets[0].weights.is_cuda:
-            return gather_all(buckets)
         if self.stream is None:
             self.stream = torch.cuda.Stream()
-        self.stream.wait_stream(torch.cuda.current_stream())  # whose work may still use this memory
+        present = torch.cuda.current_stream()
+        self.stream.wait_stream(present)  # whose work may still use this memory
         with torch.cuda.stream(self.stream):
             return gather_all(buckets)
 
@@ -138,6 +137,15 @@ class GatheredUnits(UnitWindow):
 
     def await_all_buckets(self) -> None:
         """There is nothing to wait for: shares are up to date."""
+
+
+def copies_to_device(buckets: list[Bucket]) -> bool:
+    """Whether shares of a unit lie on the host, and its weights on a GPU."""
+    for bucket in buckets:
+        weights = bucket.weights
+        if bucket.key.on_host and weights.is_cuda:
+            return True
+    return False
 
 
 def gather_all(buckets: list[Bucket]) -> list[PendingGather]:

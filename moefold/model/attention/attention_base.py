@@ -107,12 +107,12 @@ class AttentionBase(DeclaringModule):
         watch = self.logit_watch if self.training else None
         ranks = shard.cp.size
         attend = self.attend_over[ranks]
-        if watch is not None and shard.is_packed:
+        if watch is not None:
             q = without_padding(q, shard)
-        if watch is not None and ranks == 1:
-            watch.note(q, k, scale, window, begins_BS)
-        elif watch is not None:
-            attend = partial(attend, watch=watch)  # to note logits where queries meet the keys of other ranks
+            if ranks == 1:
+                watch.note(q, k, scale, window, begins_BS)
+            else:
+                attend = partial(attend, watch=watch)  # to note logits where queries meet the keys of other ranks
         y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS)
         y_CN = y_BSN.flatten(0, 1)
         project = self.out
@@ -157,8 +157,12 @@ class AttentionBase(DeclaringModule):
 def without_padding(q_BSHD: Tensor, shard: TokenShard) -> Tensor:
     """Queries of which those of padding are zero, and so their logits, which are then above no threshold. Nothing that
     is trained reads what padding attends to."""
-    is_padding_BS = shard.positions_held(shard.padding_BS)
-    return q_BSHD.masked_fill(is_padding_BS[:, :, None, None], 0)
+    if not shard.is_packed:
+        return q_BSHD
+    padding_BS = shard.padding_BS
+    held_BS = shard.positions_held(padding_BS)
+    is_padding = held_BS[:, :, None, None]
+    return q_BSHD.masked_fill(is_padding, 0)
 
 
 def key_and_value(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -43,9 +43,17 @@ def bytes_by_layer(s: RunSetting) -> Mapping[int, float]:
         return {}
     p = s.parallel
     cut = ParallelConfig(ep=p.ep, etp=p.etp)
-    whole = expert_bytes(s.model, s.config.lora, s.optim.groups, cut, entries, s.recipe.wide)
-    shares = s.shards_of("expert") if s.choices.sharding == "fsdp" else 1
-    return {layer: size / shares for layer, size in whole.items()}
+    lora = s.config.lora
+    groups = s.optim.groups
+    wide = s.recipe.wide
+    whole = expert_bytes(s.model, lora, groups, cut, entries, wide)
+    if s.choices.sharding != "fsdp":
+        return whole
+    shares = s.shards_of("expert")
+    own: dict[int, float] = {}
+    for layer, size in whole.items():
+        own[layer] = size / shares
+    return own
 
 
 @lru_cache(maxsize=256)  # a search asks for it with every layout
