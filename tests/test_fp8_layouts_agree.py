@@ -25,6 +25,7 @@ from moefold.config.run import (
     AttentionConfig,
     Config,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     MoeConfig,
     OptimConfig,
@@ -130,6 +131,20 @@ BOUNDED = {
     "cp": (ParallelConfig(cp=2, context="ring"), 512, 1),
     "rows of experts in another order": (ParallelConfig(ep=8, dispatcher="dedup"), 128, 8),
 }
+
+
+@pytest.mark.extended
+def test_adapters_beside_fp8_products_stay_within_the_bound():
+    """Of two steps: in the first one B is zero, and so the gradient of A."""
+    layout = ParallelConfig(tp=2, etp=2, ep=4, dispatcher="all_to_all")
+    config = with_fixed_routing(replace(BASE, lora=LoraConfig(rank=8, alpha=16.0), parallel=layout))
+    one = on_one(config, 2, 4)
+    assert first_mismatch(one, on_eight(config, 2), BOUND) is None
+    moved = [entry for entry in one if entry.what.startswith("step 2: gradient") and entry.what.endswith("lora.a")]
+    assert moved
+    assert all(bool(entry.values.any()) for entry in moved)
+    plain = on_one(replace(config, precision=PrecisionConfig()), 2, 4)
+    assert first_mismatch(one, [plain], 1e-6) is not None, "products are not in FP8"
 
 
 @pytest.mark.extended

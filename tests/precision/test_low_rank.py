@@ -3,6 +3,7 @@ gradient of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from moefold.anatomy.adapters import AdapterSpec
 from moefold.anatomy.products import ProductSpec
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
-from moefold.kernels.linear.product import PLAIN
+from moefold.kernels.linear.product import PLAIN, Recipe
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
@@ -23,6 +24,7 @@ from moefold.precision.linear import GroupedLinear, Linear, LinearGroup, PlacedW
 from moefold.precision.low_rank import LowRankPair, attach_adapters, start_magnitudes
 from moefold.train.assemble import default_dtype
 from tests.precision.test_linear import numbers
+from tests.support.toy_recipes import BlockScaledRecipe, RoundedRecipe
 
 KERNELS = BoundKernels(Facts("cpu", "fp64", hidden=8, ffn=8))
 SCALE = 0.75
@@ -148,6 +150,42 @@ def test_linear_layers_compute_the_explicit_sum_and_its_gradients(rank: int):
         b = pair.b.detach().flatten(0, -2)
         close([pair.a.grad], [SCALE * b.T @ dw])
         close([pair.b.grad], [(SCALE * dw @ pair.a.detach().T).view_as(pair.b)])
+
+
+@pytest.mark.parametrize("make_recipe", [RoundedRecipe, BlockScaledRecipe])
+def test_products_of_weights_keep_their_recipe_and_those_of_adapters_are_plain(make_recipe: Callable[[], Recipe]):
+    """Outputs and input gradients are those of the recipe alone and those of s B A x; weights are frozen."""
+    with default_dtype(torch.float64):
+        adapted, alone = Projections(), Projections()
+        filled(adapted, spec("query", 2), spec("out", 2))
+    for layers in (adapted, alone):
+        for name in ("query", "key", "out"):
+            layer = layers.get_submodule(name)
+            assert isinstance(layer, Linear)
+            layer.use_recipe(make_recipe(), KERNELS)
+            layer.weight.data.copy_(numbers(*layer.weight.shape, seed=len(name)))
+    for number, name in enumerate(("query", "out")):
+        adapted_layer, layer = adapted.get_submodule(name), alone.get_submodule(name)
+        assert isinstance(layer, Linear)
+        assert isinstance(adapted_layer, Linear)
+        pair = adapted_layer.lora
+        assert isinstance(pair, LowRankPair)
+        layer.bias = adapted_layer.bias
+        x = numbers(6, pair.a.shape[-1], seed=90 + number)
+        x1, x2 = (x.clone().requires_grad_() for _ in range(2))
+        b = pair.b.detach().flatten(0, -2)
+        product = layer(x2)
+        change = (SCALE * (x2 @ pair.a.detach().T) @ b.T).view_as(product)
+        direction = numbers(*product.shape, seed=50)
+        actual = adapted_layer(x1)
+        actual.backward(direction)
+        (product + change).backward(direction)
+        close([actual, x1.grad], [product + change, x2.grad])
+        dy = direction.flatten(1)
+        close([pair.a.grad], [SCALE * b.T @ dy.T @ x])
+        close([pair.b.grad], [(SCALE * dy.T @ x @ pair.a.detach().T).view_as(pair.b)])
+        plain = torch.tensordot(x, layer.weight.detach().flatten(0, -2).T, dims=1).view_as(product)
+        assert not torch.allclose(product, plain)
 
 
 @pytest.mark.parametrize("counts", ROWS.values(), ids=ROWS.keys())

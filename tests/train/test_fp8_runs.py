@@ -100,6 +100,10 @@ MECHANISMS: dict[str, list[str]] = {
     "biases": ["--model.moe.biases", "true", "--model.moe.activation", "clamped_swiglu", "--model.moe.gate", "output"],
     "latent experts": ["--model.moe.latent", "32"],
     "bf16": ["--train.precision", "bf16"],
+    "adapters": ["--lora.rank", "4", "--model.moe.balance.bias_rate", "0"],
+    "adapters with magnitudes": [
+        *("--lora.rank", "4", "--lora.dora", "true", "--lora.dropout", "0.1", "--model.moe.balance.bias_rate", "0"),
+    ],
 }
 OPTIONS = [
     ["--precision.power_of_two_scales", "true"],
