@@ -44,17 +44,6 @@ def preferences_are_whole(c: ConfigOnRanks) -> bool:
 
 
 @PREFERENCE_RULES.rule(
-    "a frozen copy has whole weights",
-    (OBJECTIVE, "shard.mode", "lora.rank"),
-    why="without adapters the reference is a copy of all weights, which is in no unit that could be gathered",
-    fix="set shard.mode to zero1",
-)
-def frozen_copy_has_whole_weights(c: ConfigOnRanks) -> bool:
-    has_copy = compares_responses(c) and not c.lora.rank
-    return not (has_copy and c.shard.mode == "zero3")
-
-
-@PREFERENCE_RULES.rule(
     "a step with a reference is launched anew",
     (OBJECTIVE, "memory.graphs"),
     why="forward passes of a reference are not captured",

@@ -79,7 +79,7 @@ from moefold.train.reference import FrozenWeights, Reference
 from moefold.train.routing_replay import open_replay
 from moefold.train.row_guard import NoBounds, StepGuard, make_row_guard
 from moefold.train.run_vocabulary import open_run_tokenizer
-from moefold.train.share_out import SharedOut, share_out_model
+from moefold.train.share_out import SharedOut, share_out_frozen, share_out_model
 
 
 def unobserved_phase(name: str) -> AbstractContextManager[object]:
@@ -179,7 +179,10 @@ def assemble_run(
         bind_static_graphs(static_graphs, shared)
     around = (*shared.around, *fetch_experts(config, model, spans))
     executor = Executor(config, model, gradients, world, spans, around)
-    reading = executor if frozen is None else Executor(config, frozen, gradients, world, spans)
+    reading = executor
+    if frozen is not None:
+        brings_weights = share_out_frozen(config, frozen, world, groups, gradients, spans, weights)
+        reading = Executor(config, frozen, gradients, world, spans, brings_weights)
     return Run(
         config=config,
         world=world,

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from moefold.checkpoint.live.logical_tensors import LogicalTensor, collect_model_tensors
 from moefold.data.loader import Batch
 from moefold.generate.decode import evaluating
-from moefold.layout.declare import PartOfTensor, declared_parameters
 from moefold.model.objective import Preferences
 from moefold.model.steps import Carry
 from moefold.model.transformer import Transformer
@@ -58,11 +58,8 @@ class FrozenWeights:
         self.model = model
         model.requires_grad_(False)
 
-    def named_state(self) -> Iterable[tuple[str, Tensor | PartOfTensor]]:
-        declared = {parameter.name: parameter for parameter in declared_parameters(self.model)}
-        for name, tensor in self.model.state_dict().items():
-            parameter = declared.get(name)
-            if parameter is None:
-                yield name, tensor
-            else:
-                yield name, PartOfTensor(tensor, parameter.declaration.shape, parameter.part)
+    def named_state(self) -> Iterable[tuple[str, LogicalTensor]]:
+        """Of the weights whole or in shares, as those of the run's own model."""
+        tensors = collect_model_tensors(self.model)
+        for name, tensor in tensors.items():
+            yield name.removeprefix("model."), tensor

@@ -31,7 +31,7 @@ from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.last_gradients import stages_using_parameters
 from moefold.precision.low_rank import start_magnitudes, without_adapters
 from moefold.precision.recipes import weight_formats
-from moefold.shard.buckets import Bucket, UnitOf, block_of_parameter, fill_buckets
+from moefold.shard.buckets import Bucket, FillParameters, UnitOf, block_of_parameter, fill_buckets
 from moefold.shard.fp8_weights import Fp8Storage
 from moefold.shard.gathered_units import GatheredUnits, unit_of_parameter
 from moefold.shard.gradients import Gradients
@@ -91,7 +91,7 @@ def share_out_units(
     weights: WeightFiller | None,
 ) -> SharedOut:
     unit_of = units_of_model(model)
-    fill = partial(fill_parameters, seed=config.train.seed) if weights is None else None
+    fill = first_values(config, weights)
     sharded = sharded_storage_maker(config.optim.main)
     fp8 = fp8_storage(config, model, kernels)
     fill_units = partial(configured_filler(config, model, world, groups), unit=unit_of, sharded=sharded, fill=fill)
@@ -111,6 +111,38 @@ def share_out_units(
     units = GatheredUnits(model, [*buckets, *frozen], gradients, spans, most)
     start_gathered_magnitudes(model, units, unit_of)
     return SharedOut(buckets, gradients, units, (units,))
+
+
+def share_out_frozen(
+    config: Config,
+    model: Transformer,
+    world: World,
+    groups: ParameterGroups,
+    gradients: Gradients,
+    spans: SpanRecorder,
+    weights: WeightFiller | None,
+) -> tuple[Around, ...]:
+    """Share out a second model, which is frozen, as the first one is. Returns what brings its weights to its steps;
+    nothing where they are whole."""
+    if config.shard.mode != "zero3":
+        return ()
+    assert isinstance(gradients, UnitGradients)
+    unit_of = units_of_model(model)
+    fill = first_values(config, weights)
+    sharded = sharded_storage_maker(config.optim.main)
+    fill_units = configured_filler(config, model, world, groups)
+    buckets = fill_units(unit=unit_of, sharded=sharded, fill=fill, frozen=True)
+    if weights is not None:
+        weights(model)
+    units = GatheredUnits(model, buckets, gradients, spans)
+    return (units,)
+
+
+def first_values(config: Config, weights: WeightFiller | None) -> FillParameters | None:
+    """What draws weights as they get memory; None where `weights` fill them later."""
+    if weights is not None:
+        return None
+    return partial(fill_parameters, seed=config.train.seed)
 
 
 def start_gathered_magnitudes(model: Transformer, units: GatheredUnits, unit_of: UnitOf) -> None:

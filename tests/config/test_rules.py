@@ -92,7 +92,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "dpo reads preferences": [("--train.objective=dpo", 1, "train.objective = dpo, data.format = text")],
     "preferences are read by dpo": [(f"{PREFERENCES} --train.objective=next_token", 1, "data.format = preferences")],
     "preferences are whole": [(f"{PREFERENCES} --data.packing=windows", 1, "data.packing = windows")],
-    "a frozen copy has whole weights": [(f"{PREFERENCES} --shard.mode=zero3", 2, "shard.mode = zero3")],
     "a step with a reference is launched anew": [(f"{PREFERENCES} --memory.graphs=whole", 1, "memory.graphs = whole")],
     "preferences look one token ahead": [(f"{PREFERENCES} --model.mtp=1", 1, "model.mtp = 1")],
     "losses by token are not scaled": [(f"{PREFERENCES} --train.precision=fp16", 1, "train.precision = fp16")],

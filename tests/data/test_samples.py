@@ -52,6 +52,13 @@ HARMONY = """{%- for message in messages %}
         {{- '' }}{% generation %}{{ '<|channel|>final<|message|>' + message.content + '<|end|>' }}{% endgeneration %}
     {%- else %}{{ '<|message|>' + message.content + '<|end|>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+GEMMA = """{{- bos_token }}{% for message in messages %}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+    {{- '<start_of_turn>' + role + '\\n' }}
+    {%- if role == 'model' %}{% generation %}{{ message['content'] | trim + '<end_of_turn>\\n' }}{% endgeneration %}
+    {%- else %}{{ message['content'] | trim + '<end_of_turn>\\n' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+TEMPLATES = {"ChatML": CHATML, "Llama 3": LLAMA, "Mistral": MISTRAL, "GPT-OSS": HARMONY, "Gemma": GEMMA}
 THINKING = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- set text = message.content %}
@@ -121,7 +128,7 @@ def whole(document: DocumentTokens, end: int) -> tuple[list[int], list[bool]]:
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
-@pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL, HARMONY], ids=["ChatML", "Llama 3", "Mistral", "GPT-OSS"])
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 @pytest.mark.parametrize("messages", CHATS, ids=["short", "long"])
 def test_a_chat_has_the_tokens_and_the_mask_of_transformers(
     messages: list[dict[str, Any]], template: str, has_marks: bool, tokenizer_folder: Path, tmp_path: Path

@@ -7,7 +7,7 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from moefold.checkpoint.format.boxes import box_corner
+from moefold.checkpoint.live.logical_tensors import TensorPart
 from moefold.cli.main import run_command_line
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
@@ -179,7 +181,19 @@ def traces(world: World, configs: Sequence[Config]) -> list[Trace]:
             trace += [*steps_of(report, number), *local_gradients(run, f"step {number}: ")]
         means = validation_means(run)
         trace += [scalar_entry(f"validation {i}", mean) for i, mean in enumerate(means)]
+        trace += reference_weights(run)
         found.append(trace)
+    return found
+
+
+def reference_weights(run: Run) -> list[TraceEntry]:
+    """Of a frozen copy, as a checkpoint has them."""
+    copy = run.further_state.get("reference")
+    found: list[TraceEntry] = []
+    for name, tensor in copy.named_state() if copy else ():
+        if isinstance(tensor, TensorPart):
+            for held in tensor.held:
+                found.append(TraceEntry(f"reference {name}", tuple(box_corner(held.box)), held.read().clone()))
     return found
 
 
@@ -205,6 +219,8 @@ def test_layouts_of_four_ranks_are_equal_to_one():
         config_of(4, LORA, cp=2, ep=4, context="all_to_all"),
         config_of(4, LoraConfig(), pp=2, tp=2, etp=2),
         replace(config_of(4, LORA, ep=2), shard=ShardConfig("zero3")),
+        replace(config_of(4, LoraConfig(), tp=2), shard=ShardConfig("zero3")),
+        replace(config_of(4, LoraConfig(), pp=2, ep=2), shard=ShardConfig("zero3")),
         grouped(config_of(4, LORA, cp=4, ep=2, dispatcher="all_to_all", context="ring")),
         grouped(config_of(4, LoraConfig(), cp=4, context="all_gather")),
     ]
@@ -252,16 +268,20 @@ def from_folders(folder: Path, names: Sequence[str] = ("first", "second")) -> li
 
 
 DPO = ["--train.objective", "dpo", "--train.dpo_beta", "0.5", "--model.moe.balance.bias_rate", "0"]
-KINDS = {"adapters, from files": (from_files, ["--lora.rank", "4"]), "all weights, prepared": (from_folders, [])}
+KINDS: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
+    "adapters, from files": (from_files, ["--lora.rank", "4"]),
+    "all weights, prepared": (from_folders, []),
+    "all weights, fully sharded": (from_files, ["--nproc", "2", "--shard.mode", "zero3"]),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_learns_what_is_preferred_and_goes_on_to_the_bit(tmp_path: Path, kind: str):
-    make_data, lora = KINDS[kind]
+    make_data, more = KINDS[kind]
     data = make_data(tmp_path)
     packed = ["--data.attend", "document", "--data.packing", "best_fit", "--data.held_out", "0.1"]
     times = ["--train.steps", "8", "--optim.warmup", "1", "--checkpoint.every", "4", "--train.validate_every", "4"]
-    words = ["train", "tiny", *SMALL, *data, *packed, *DPO, *lora, *times, "--optim.lr", "0.02"]
+    words = ["train", "tiny", *SMALL, *data, *packed, *DPO, *more, *times, "--optim.lr", "0.02"]
     out = tmp_path / "run"
     with contextlib.redirect_stdout(io.StringIO()):
         assert run_command_line([*words, "--out", str(out)]) == 0
@@ -272,7 +292,7 @@ def test_a_run_learns_what_is_preferred_and_goes_on_to_the_bit(tmp_path: Path, k
     assert records[-1]["val_loss"] < 0.5
     last = out / "checkpoints" / "step-00000008"
     expected = tensors_of(last)
-    assert any(name.startswith("reference.") for name in expected) == (not lora)
+    assert any(name.startswith("reference.") for name in expected) == ("--lora.rank" not in more)
     shutil.rmtree(last)
     with contextlib.redirect_stdout(io.StringIO()):
         assert run_command_line([*words, "--out", str(out), "--resume", "auto"]) == 0

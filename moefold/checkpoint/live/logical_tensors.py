@@ -85,7 +85,7 @@ class CheckpointedOptimizer(Protocol):
 class StateProvider(Protocol):
     """Anything else that has state to save, such as the scales of a precision recipe."""
 
-    def named_state(self) -> Iterable[tuple[str, Tensor | PartOfTensor]]:
+    def named_state(self) -> Iterable[tuple[str, LogicalTensor | PartOfTensor]]:
         """Live tensors by name: loading into them is enough."""
         ...
 
@@ -104,7 +104,7 @@ def collect_tensors(
         tensors[f"model.{parameter.name}"] = part_of_state(parameter, first, values)
     for prefix, provider in (further or {}).items():
         for name, tensor in provider.named_state():
-            if not isinstance(tensor, Tensor):
+            if isinstance(tensor, PartOfTensor):
                 tensor = logical_part(tensor)
             tensors[f"{prefix}.{name}"] = tensor
     for parameter, kind, first, values in optimizer.state():

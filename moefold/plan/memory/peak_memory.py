@@ -347,6 +347,9 @@ def whole_unit_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> f
         layer_parameters = state.parameters / max(1, layers)
         return layer_parameters * (2 * wide + gradient)
     weights = bytes_of_whole_units(s, rank)
+    config = s.config
+    if config.train.objective == "dpo" and not config.lora.rank:  # units of the frozen copy
+        weights *= 2
     parameters: list[float] = []
     for piece, layer in pieces_of_rank(rank):
         count = s.count_piece(piece, layer)
