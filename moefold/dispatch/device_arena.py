@@ -59,7 +59,8 @@ class DeviceArena:
         self.seen_fault_2 = fault_2.numpy()  # read without an op of torch
         finished = torch.zeros(1, dtype=torch.int32, device=device)
         word_addresses = torch.tensor(addresses, device=device)
-        lost = memory.words[axis.index][-1:]
+        own_words = memory.words[axis.index]
+        lost = own_words[axis.size + 1 : axis.size + FURTHER_WORDS]
         self.tail = ExchangeTail(word_addresses, fault_2, finished, lost, axis.index, patience)
 
     def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
@@ -81,8 +82,17 @@ class DeviceArena:
             raise lost_peer(self.axis, int(lost) - 1, f"exchange {number}", self.tail.patience)
 
 
-def part_sizes(axis: Axis, room_bytes: int, kept: int = 0) -> PartSizes:
-    return PartSizes(axis.size + FURTHER_WORDS, room_bytes, kept)
+def part_sizes(axis: Axis, room_bytes: int, kept: int = 0, pieces: int = 0) -> PartSizes:
+    """`pieces`: of one sender, each of which has a flag behind the words."""
+    flags = axis.size * pieces
+    return PartSizes(axis.size + FURTHER_WORDS + flags, room_bytes, kept)
+
+
+def flag_addresses(memory: PeerMemory, ranks: int) -> Tensor:
+    """Where the flags of pieces begin on each rank."""
+    first = ranks + FURTHER_WORDS
+    flags = [words_of(part, memory.sizes)[first:] for part in memory.parts]
+    return torch.tensor([each.data_ptr() for each in flags], device=memory.parts[0].device)
 
 
 def open_device_memory(axis: Axis, room_bytes: int, device: torch.device, kept: int = 0) -> PeerMemory:

@@ -88,11 +88,20 @@ FP8_GEMM = Choice(
 
 TRITON_STASH = Choice("triton", triton_runs, "cuda with Triton", "reads and writes the defined rows alone, once")
 
+TILES_IN_EXCHANGE = Choice(
+    "triton",
+    hopper_bf16_runs,
+    "bf16 on Hopper with Triton",
+    "tiles of the product run while rows travel; what is sent is signalled in pieces",
+)
+
 CHOICES: Choices = {
     "swiglu": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
     "mlp_activation": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
     "clamped_swiglu": (RECOMPUTE_BACKWARD,),
     "expert_bias": (),
+    "multiply_arrivals": (TILES_IN_EXCHANGE,),
+    "return_products": (TILES_IN_EXCHANGE,),
     "push_rows": (TRITON_STASH,),
     "pop_rows": (TRITON_STASH,),
     "expert_mlp": (

@@ -54,6 +54,21 @@ def late_ranks(own_words, rank, number, inside):
 
 
 @triton.jit
+def await_words(words, place, number, inside, limit, CLOCKED: constexpr):
+    """Wait until the words in some places have reached a number; 1 for each that has not within the limit."""
+    numbers = tl.zeros_like(place).to(tl.int64) + number
+    late = late_ranks(words, place, numbers, inside)
+    looks = number * 0
+    begin = read_clock(looks, CLOCKED)
+    waited = looks
+    while (tl.sum(late) > 0) & (waited < limit):
+        late = late_ranks(words, place, numbers, inside)
+        looks += 1
+        waited = read_clock(looks, CLOCKED) - begin
+    return late
+
+
+@triton.jit
 def note_lost_rank(late, rank, number, is_lost, own_words, fault_2, RANKS: constexpr, WIDTH: constexpr):
     """Name the first rank that is late in memory of the host, unless one was named before."""
     first = tl.min(tl.where(late > 0, rank, WIDTH))
@@ -82,20 +97,28 @@ def exchange_signals(
     RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
 ):  # fmt: skip
     """Signal to all ranks, and wait for the signals of all."""
+    give_signals(words, number, me, RANKS, WIDTH)
+    await_signals(own_address, number, is_lost, fault_2, patience, RANKS, WIDTH, CLOCKED)
+
+
+@triton.jit
+def give_signals(words, number, me, RANKS: constexpr, WIDTH: constexpr):
+    rank = tl.arange(0, WIDTH)
+    numbers = tl.zeros([WIDTH], tl.int64) + number
+    tl.atomic_xchg(as_words(words) + me, numbers, mask=rank < RANKS, sem="release", scope="sys")
+
+
+@triton.jit
+def await_signals(
+    own_address, number, is_lost, fault_2, patience,
+    RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
+):  # fmt: skip
+    """Wait for the signals of all ranks, and count the exchange."""
     rank = tl.arange(0, WIDTH)
     inside = rank < RANKS
     own_words = as_words(own_address)
-    numbers = tl.zeros([WIDTH], tl.int64) + number
-    tl.atomic_xchg(as_words(words) + me, numbers, mask=inside, sem="release", scope="sys")
-    late = late_ranks(own_words, rank, numbers, inside)
-    looks = number * 0
-    begin = read_clock(looks, CLOCKED)
     limit = tl.where(is_lost == 0, patience, 0)
-    waited = looks
-    while (tl.sum(late) > 0) & (waited < limit):
-        late = late_ranks(own_words, rank, numbers, inside)
-        looks += 1
-        waited = read_clock(looks, CLOCKED) - begin
+    late = await_words(own_words, rank, number, inside, limit, CLOCKED)
     note_lost_rank(late, rank, number, is_lost, own_words, fault_2, RANKS, WIDTH)
     tl.store(own_words + RANKS, number)
 

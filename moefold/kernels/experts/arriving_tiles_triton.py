@@ -1,0 +1,111 @@
+"""The order of tiles whose rows arrive or leave, and the tiles of programs, in Triton. Imported only where Triton is.
+
+Tiles are those of 128 rows of an expert (kernels/routing/rows_triton.py). They are sorted by the last of the ranks that
+their rows come from, beginning with a given one, and within a rank as they were. Each program takes the next tile when
+it has finished one, so that programs that wait hold nobody up; a tile's numbers do not depend on who takes it.
+
+R rows of experts, M tiles, P pieces, s ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.routing.rows_triton import plan_row_tiles
+from moefold.kernels.tile_triton import numbers_from, program_block, store_inside
+
+BAND = 8  # rows of tiles whose columns are taken together: they share weights in the cache
+TILES_PER_PROGRAM = 32
+COMPARED = 128  # tiles that are compared at a time
+
+
+@triton.jit
+def place_in_turn(tiles_M4, count, index_R, ends_P, m, first, blocks, RANKS: constexpr):
+    """How many ranks come before the last one that a tile's rows come from. Tiles behind the last come behind all."""
+    inside = m < tl.load(count)
+    row = tl.load(tiles_M4 + 4 * m + 1, mask=inside, other=0)
+    real = tl.load(tiles_M4 + 4 * m + 2, mask=inside, other=0)
+    inside = inside & (real > 0)
+    begin = tl.load(index_R + row, mask=inside, other=-1)
+    end = tl.load(index_R + row + real - 1, mask=inside, other=-1)
+    first_rank = tl.zeros_like(m)
+    last_rank = tl.zeros_like(m)
+    for rank in tl.static_range(RANKS - 1):
+        rank_end = tl.load(ends_P + (rank + 1) * blocks - 1)
+        first_rank += (begin >= rank_end).to(tl.int32)
+        last_rank += (end >= rank_end).to(tl.int32)
+    final = (first + RANKS - 1) % RANKS
+    has_final = (first_rank <= final) & (last_rank >= final)
+    turn = (last_rank - first + RANKS) % RANKS
+    turn = tl.where(has_final | (end < 0), RANKS - 1, turn)  # rows of padding say nothing
+    return tl.where(inside, turn, RANKS)
+
+
+@triton.jit(do_not_specialize=["first"])
+def order_tiles_kernel(
+    tiles_M4, count, index_R, ends_P, ordered_M4, M, first, blocks,
+    RANKS: constexpr, BLOCK: constexpr, COMPARED: constexpr,
+):  # fmt: skip
+    """Some tiles find their places by comparison with all others: no sort, no atomics."""
+    m = program_block(0, BLOCK)
+    turn = place_in_turn(tiles_M4, count, index_R, ends_P, m, first, blocks, RANKS)
+    place = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, M, COMPARED):
+        other = numbers_from(begin, COMPARED)
+        other_turn = place_in_turn(tiles_M4, count, index_R, ends_P, other, first, blocks, RANKS)
+        is_same = other_turn[None, :] == turn[:, None]
+        comes_before = is_same & (other[None, :] < m[:, None])
+        comes_before = comes_before | (other_turn[None, :] < turn[:, None])
+        place += tl.sum(comes_before.to(tl.int32), 1)
+    inside = m < M
+    for part in tl.static_range(4):
+        value = tl.load(tiles_M4 + 4 * m + part, mask=inside, other=0)
+        store_inside(ordered_M4 + 4 * place + part, value, inside)
+
+
+class OrderedTiles(NamedTuple):
+    """Expert, first row, rows and first padded row of each tile, and their number."""
+
+    tiles_M4: Tensor
+    count: Tensor
+
+
+def order_tiles(index_R: Tensor, ends_E: Tensor, ends_P: Tensor, first: int, ranks: int) -> OrderedTiles:
+    """The tiles in the order of ranks from `first` on."""
+    tiles_M4, count, _ = plan_row_tiles(ends_E, len(index_R))
+    ordered_M4 = tiles_M4.new_empty(tiles_M4.shape)
+    most = len(tiles_M4)
+    blocks = len(ends_P) // ranks
+    launch = order_tiles_kernel[(triton.cdiv(most, TILES_PER_PROGRAM),)]
+    inputs = (tiles_M4, count, index_R, ends_P, ordered_M4)
+    launch(*inputs, most, first, blocks, ranks, TILES_PER_PROGRAM, COMPARED)
+    return OrderedTiles(ordered_M4, count)
+
+
+@triton.jit
+def take_number(following):
+    """The number of the next tile that no program has taken."""
+    return tl.atomic_add(following, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def locate_tile(number, count, columns, BAND: constexpr):
+    """The row of tiles and the column of a tile: bands of rows, in each of them column by column."""
+    of_band = BAND * columns
+    band = number // of_band
+    first = band * BAND
+    height = tl.minimum(count - first, BAND)
+    inside = number - band * of_band
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def load_tile(tiles_M4, m):
+    """The expert of a row of tiles, its first row, and its rows."""
+    tile = tiles_M4 + 4 * m
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)

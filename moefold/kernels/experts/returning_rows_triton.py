@@ -1,0 +1,246 @@
+"""The second product of experts while its results return, in Triton. Imported only where Triton is.
+
+    y = a W_down     sums of y by arrived token -> room of the token's rank     there: sums over ranks
+
+Results are summed before they travel: a token has one row for each rank, not one for each expert, and all its rows
+here are in one place. So a tile does not write to other ranks by itself. The first programs multiply tiles, those for
+the tokens of the next rank first and of this one last, and count the rows that are done; the last few programs take
+pieces in the same order, wait until all rows of its tokens are done, sum them, and write to the room of their rank.
+Meanwhile the others multiply for the next one. What waits comes last, so that it cannot keep a tile from running.
+
+Each sum is over the same rows in the same order in every run. The sums over ranks are a launch of their own behind the
+exchange, and read this rank's memory alone.
+
+R rows of experts, N rows of arrived tokens, K choices of a token, D width, F inner width, P pieces, s ranks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.experts.arriving_tiles_triton import BAND, load_tile, locate_tile, order_tiles, take_number
+from moefold.kernels.linear.few_rows_triton import dot_rows, load_matrix
+from moefold.kernels.routing.arrival_pieces import TileExchange
+from moefold.kernels.routing.peer_rows_triton import address_table, launch_sum_peer_rows, load_room, load_slots
+from moefold.kernels.routing.peer_signals_triton import lanes_of, load_words, patience_limit
+from moefold.kernels.routing.piece_signals_triton import end_receiving, end_sending, note_time
+from moefold.kernels.routing.rows_triton import TILE, columns_of_program
+from moefold.kernels.tile_triton import (
+    fp32_zeros,
+    load_as_fp32,
+    numbers_from,
+    store_inside,
+    tile_mask,
+    tile_pointers,
+)
+
+COLUMNS = 256  # of a tile
+DEPTH = 64
+COUNTED_ROWS = 32  # rows whose tiles are counted together
+AWAITED_TOKENS = 16  # whose rows are waited for at a time
+SUMMED_TOKENS = 8
+SUMMED_COLUMNS = 1024
+OPTIONS = {"num_warps": 8, "num_stages": 4}
+COUNTERS = (
+    3  # programs that have sent, programs that have finished, tiles that are taken; behind them rows that are done
+)
+
+
+@triton.jit
+def count_done_rows(done, row, real, ROWS: constexpr, COUNTED: constexpr):
+    """Count the rows of a tile of one column of tiles."""
+    tl.debug_barrier()  # all threads of the program have written
+    LINES: constexpr = 2 * ROWS // COUNTED
+    line = row // COUNTED + tl.arange(0, LINES)
+    begin = tl.maximum(line * COUNTED, row)
+    end = tl.minimum(line * COUNTED + COUNTED, row + real)
+    tl.atomic_add(done + line, end - begin, mask=end > begin, sem="release", scope="gpu")
+
+
+@triton.jit
+def late_rows(done, slot, last_end, tile_columns, COUNTED: constexpr):
+    """How many of these rows, of which -1 is none, lie where not all tiles are done."""
+    line = slot // COUNTED
+    rows = tl.minimum(last_end - line * COUNTED, COUNTED)
+    inside = slot >= 0
+    seen = tl.atomic_add(done + line, tl.zeros_like(slot), mask=inside, sem="acquire", scope="gpu")
+    is_late = inside & (seen < rows * tile_columns)
+    return tl.sum(tl.sum(is_late.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def await_piece(
+    slots_NK, begin, end, done, last_end, tile_columns,
+    K: constexpr, CHOICES: constexpr, ROWS: constexpr, COUNTED: constexpr,
+):  # fmt: skip
+    """Wait until all rows of the tokens of a piece are done. Tiles wait for nobody, and so this ends."""
+    k = tl.arange(0, CHOICES)
+    for token in range(begin, end, ROWS):
+        n = numbers_from(token, ROWS).to(tl.int64)
+        is_choice = tile_mask(n < end, k < K)
+        slot = tl.load(tile_pointers(slots_NK, n, k, K), mask=is_choice, other=-1)
+        late = late_rows(done, slot, last_end, tile_columns, COUNTED)
+        while late > 0:
+            late = late_rows(done, slot, last_end, tile_columns, COUNTED)
+    tl.debug_barrier()  # all threads of the program are behind those that have looked
+
+
+@triton.jit
+def return_piece(
+    y_RD, slots_NK, begin, end, room, shift, D,
+    K: constexpr, ROWS: constexpr, COLS: constexpr,
+):  # fmt: skip
+    """The sums over the rows of each token of a piece, in the room of its rank."""
+    for token in range(begin, end, ROWS):
+        n = numbers_from(token, ROWS).to(tl.int64)
+        is_token = n < end
+        for column in range(0, D, COLS):
+            c = numbers_from(column, COLS)
+            total = fp32_zeros(ROWS, COLS)
+            for choice in tl.static_range(K):
+                slot = load_slots(slots_NK, n, choice, is_token, K)
+                inside = tile_mask(slot >= 0, c < D)
+                total += load_as_fp32(tile_pointers(y_RD, slot, c, D), inside)
+            at = tile_pointers(room, n + shift, c, D)
+            store_inside(at, total.to(y_RD.dtype.element_ty), tile_mask(is_token, c < D))
+    tl.debug_barrier()  # all threads of the program have written
+
+
+@triton.jit
+def multiply_down(
+    a_RF, down, y_RD, expert, r, is_row, c, F, D,
+    ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+):  # fmt: skip
+    """One tile of the product."""
+    is_column = c < D
+    down_row = expert.to(tl.int64) * D + c
+    y = fp32_zeros(ROWS, COLUMNS)
+    for start in range(0, F, DEPTH):
+        f = numbers_from(start, DEPTH)
+        a = load_matrix(a_RF, r, is_row, f, F)
+        w = load_matrix(down, down_row, is_column, f, F)
+        y = dot_rows(y, a, w)
+    inside = tile_mask(is_row, is_column)
+    store_inside(tile_pointers(y_RD, r, c, D), y.to(y_RD.dtype.element_ty), inside)
+
+
+@triton.jit
+def return_sums(
+    y_RD, slots_NK, ends_P, shift_s, addresses, peers, done, counters, piece_times, ticks,
+    first_entry, me, number, last_end, tile_columns, D, blocks, first_program,
+    SENDERS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr, RECORDS: constexpr,
+    K: constexpr, CHOICES: constexpr, AWAITED: constexpr, ROWS: constexpr, COLS: constexpr, COUNTED: constexpr,
+):  # fmt: skip
+    """What one of the last programs sums and sends: pieces of the next rank, then of the one behind it, and so on."""
+    program = tl.program_id(0) - first_program
+    if program >= 0:
+        for unit in range(program, RANKS * blocks, SENDERS):
+            to = (me + 1 + unit // blocks) % RANKS
+            piece = to * blocks + unit % blocks
+            begin = tl.load(ends_P + piece - 1, mask=piece > 0, other=0)
+            end = tl.load(ends_P + piece)
+            shift = tl.load(shift_s + to)
+            room = load_room(addresses, to, y_RD) + first_entry
+            note_time(piece_times, unit, 0, ticks, RECORDS, CLOCKED)
+            await_piece(slots_NK, begin, end, done, last_end, tile_columns, K, CHOICES, AWAITED, COUNTED)
+            note_time(piece_times, unit, 1, ticks, RECORDS, CLOCKED)
+            return_piece(y_RD, slots_NK, begin, end, room, shift, D, K, ROWS, COLS)
+            note_time(piece_times, unit, 2, ticks, RECORDS, CLOCKED)
+        end_sending(peers, number, counters, me, SENDERS, RANKS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["first_entry", "me"])
+def returning_rows_kernel(
+    a_RF, down, ends_E, tiles_M4, count, y_RD, slots_NK, ends_P, shift_s, addresses, words, fault_2, counters,
+    tile_times, piece_times, ticks,
+    first_entry, E, F, D, blocks, me, patience,
+    MULTIPLIES: constexpr, SENDS: constexpr, SENDERS: constexpr, RANKS: constexpr, WIDTH: constexpr,
+    K: constexpr, CHOICES: constexpr, CLOCKED: constexpr, RECORDS: constexpr,
+    ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, BAND: constexpr,
+    AWAITED: constexpr, SUMMED_ROWS: constexpr, SUMMED_COLUMNS: constexpr, COUNTED: constexpr,
+):  # fmt: skip
+    """MULTIPLIES, SENDS: the parts of the exchange that this launch has; both, but where ranks are played in turns."""
+    peers, own_address, number, is_lost = load_words(words, me, RANKS, WIDTH)
+    done = counters + 3
+    tile_rows = tl.load(count)
+    tile_columns = tl.cdiv(D, COLUMNS)
+    first_sender = tl.num_programs(0) - (SENDERS if SENDS else 0)
+    if MULTIPLIES:
+        tile = tile_rows * tile_columns
+        if tl.program_id(0) < first_sender:
+            tile = take_number(counters + 2)
+        while tile < tile_rows * tile_columns:
+            m, column = locate_tile(tile, tile_rows, tile_columns, BAND)
+            expert, row, real = load_tile(tiles_M4, m)
+            r = tl.arange(0, ROWS)
+            is_row = r < real
+            r = r + row.to(tl.int64)
+            c = numbers_from(column * COLUMNS, COLUMNS)
+            note_time(tile_times, tile, 0, ticks, RECORDS, CLOCKED)
+            note_time(tile_times, tile, 1, ticks, RECORDS, CLOCKED)
+            multiply_down(a_RF, down, y_RD, expert, r, is_row, c, F, D, ROWS, COLUMNS, DEPTH)
+            count_done_rows(done, row, real, ROWS, COUNTED)
+            note_time(tile_times, tile, 2, ticks, RECORDS, CLOCKED)
+            tile = take_number(counters + 2)
+    if SENDS:
+        last_end = tl.load(ends_E + E - 1)
+        return_sums(
+            y_RD, slots_NK, ends_P, shift_s, addresses, peers, done, counters, piece_times, ticks,
+            first_entry, me, number, last_end, tile_columns, D, blocks, first_sender,
+            SENDERS, RANKS, WIDTH, CLOCKED, RECORDS, K, CHOICES, AWAITED, SUMMED_ROWS, SUMMED_COLUMNS, COUNTED,
+        )  # fmt: skip
+        end_receiving(own_address, number, is_lost, fault_2, counters + 1, patience, RANKS, WIDTH, CLOCKED)
+
+
+def launch_returning_rows(
+    a_RF: Tensor,
+    down_EDF: Tensor,
+    index_R: Tensor,
+    slots_NK: Tensor,
+    ends_E: Tensor,
+    rooms: list[Tensor],
+    exchange: TileExchange,
+) -> Tensor:
+    """The results of this rank's tokens, summed over ranks. The end of the exchange is signalled and waited for by the
+    kernel."""
+    signals = exchange.signals
+    assert signals is not None, "sums wait for signals"
+    tail = signals.tail
+    experts, d, f = down_EDF.shape
+    k = slots_NK.shape[1]
+    ranks = len(rooms)
+    ends_P, shift_s, back_Ts = exchange.pieces
+    y_RD = a_RF.new_empty(len(a_RF), d)
+    tiles = order_tiles(index_R, ends_E, ends_P, (exchange.me + 1) % ranks, ranks)
+    counted = triton.cdiv(len(a_RF) + TILE, COUNTED_ROWS)
+    counters = ends_P.new_zeros(COUNTERS + counted)
+    clocked = a_RF.is_cuda
+    records = signals.records
+    times = (tail.addresses,) * 3 if records is None else tuple(records)
+    addresses = address_table(rooms, a_RF.device)
+    first_entry = exchange.turn * rooms[0].stride(0)
+    limit = patience_limit(tail.patience, clocked)
+    multiplied = (a_RF, down_EDF, ends_E, *tiles, y_RD)
+    summed = (slots_NK.contiguous(), ends_P, shift_s, addresses, tail.addresses, tail.fault_2, counters)
+    numbers = (first_entry, experts, f, d, len(ends_P) // ranks, exchange.me, limit)
+    widths = (ranks, lanes_of(ranks), k, lanes_of(k))
+    tile_sizes = (TILE, COLUMNS, DEPTH, BAND)
+    sum_sizes = (AWAITED_TOKENS, SUMMED_TOKENS, columns_of_program(d, SUMMED_COLUMNS), COUNTED_ROWS)
+    constants = (signals.senders, *widths, clocked, records is not None, *tile_sizes, *sum_sizes)
+
+    def launch(programs: int, multiplies: bool, sends: bool) -> None:
+        kernel = returning_rows_kernel[(programs,)]
+        kernel(*multiplied, *summed, *times, *numbers, multiplies, sends, *constants, **OPTIONS)
+
+    tail.is_given = True
+    if signals.apart:
+        launch(signals.programs, True, False)
+        launch(signals.senders, False, True)
+    else:
+        launch(signals.programs, True, True)
+    exchange.end()
+    own = rooms[exchange.me][exchange.turn]
+    return launch_sum_peer_rows([own] * ranks, back_Ts)
