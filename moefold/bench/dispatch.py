@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from moefold.anatomy.announced_choices import blocks_of_tokens
 from moefold.bench.clock import copy_bandwidth
 from moefold.bench.machine import (
     cuda_capability,
@@ -31,7 +32,7 @@ from moefold.bench.machine import (
     synchronize_device,
 )
 from moefold.bench.options import DispatchOptions
-from moefold.bench.played_ranks import TurnOrder, play_ranks, played_arenas
+from moefold.bench.played_ranks import PlayedArena, TurnOrder, play_ranks, played_arenas
 from moefold.bench.report import (
     Report,
     Row,
@@ -96,11 +97,14 @@ class PlayedLayer:
         announced = AnnouncedSizes(ranks, options.tokens, options.top_k, options.experts, ranks)
         size = room_bytes(rows, announced, row_bytes)
         dispatchers: list[ArenaDispatcher] = []
-        arenas = played_arenas(ranks, size, self.device, self.order, KEPT_ROOMS)
-        for rank, arena in enumerate(arenas):
+        pieces = blocks_of_tokens(options.tokens)
+        for rank, arena in enumerate(self.make_arenas(size, pieces)):
             policy = RowPolicy(experts, rank)
             dispatchers.append(ArenaDispatcher(arena, policy, self.kernels, 1, rows))
         return dispatchers
+
+    def make_arenas(self, size: int, pieces: int) -> list[PlayedArena]:
+        return played_arenas(self.case.ranks, size, self.device, self.order, KEPT_ROOMS, pieces)
 
     def draw_routing(self, options: DispatchOptions, rank: int) -> Routing:
         """Choices without repetition; experts are liked by Zipf's law in an order that all ranks share."""

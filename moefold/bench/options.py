@@ -313,20 +313,32 @@ class FormatsOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class OverlapOptions(BenchOptions):
-    """Measure how much of the experts' all-to-all hides behind compute, on two CPU ranks with a slowed network."""
+    """Measure how much of the experts' communication hides behind compute: all-to-alls of two CPU ranks with a slowed
+    network, or on one GPU, which plays the ranks, tiles of products inside the exchanges of their rows."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cpu: two ranks with a slowed network; cuda: tiles on one GPU."""
+    senders: tuple[int, ...] = (4, 8)
+    """GPU: programs of a rank's kernel that send; the others of its share of processors multiply."""
+    zipf: float = 0.0
+    """GPU: exponent of Zipf's law, by which experts are liked."""
+    repeat: int = 5
+    """GPU: repetitions; the one of least time is shown."""
     delay_ms: float = 10.0
-    """Milliseconds of one all-to-all of all rows of a microbatch."""
+    """CPU: milliseconds of one all-to-all of all rows of a microbatch."""
     experts_ms: float = 0.0
-    """Least milliseconds of a layer's shared and routed experts together, in each pass of a microbatch."""
+    """CPU: least milliseconds of a layer's shared and routed experts together, in each pass of a microbatch."""
     microbatches: int = 16
-    """Microbatches of one step."""
+    """CPU: microbatches of one step."""
     trace: Path | None = None
-    """Write a trace of both ranks, in the last variant, for Perfetto."""
+    """CPU: write a trace of both ranks, in the last variant, for Perfetto."""
     found: Path | None = None
     """Folder for the figures of each rank; set by the command for the ranks it starts."""
 
     def check_values(self) -> None:
+        require_positive("repeat", self.repeat)
+        for senders in self.senders:
+            require_positive("senders", senders)
         if min(self.delay_ms, self.experts_ms) < 0 or self.microbatches < 2:
             raise UserError(
                 "--delay-ms must be at least 0 and --microbatches at least 2, such as 10 and 16, and --experts-ms at "

@@ -1,4 +1,5 @@
-"""`moefold bench overlap`: how much of the experts' communication hides behind compute, on two CPU ranks.
+"""`moefold bench overlap`: how much of the experts' communication hides behind compute, on two CPU ranks. With
+`--device cuda`: inside products, on one GPU (bench/tile_overlap.py).
 
 Each all-to-all of rows is slowed, as on a slow network: it takes a given time for all rows of a microbatch, and a part
 of it for a part of them. With `--experts-ms` the model is narrow and its experts are slowed too, so that they compute
@@ -31,6 +32,7 @@ from rich.console import Console
 from moefold.bench.clock import wall_clock_seconds
 from moefold.bench.options import OverlapOptions
 from moefold.bench.report import add_number_columns, report_table, show_report
+from moefold.bench.tile_overlap import run_tile_benchmark
 from moefold.comm import collectives
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World
@@ -83,6 +85,8 @@ def run_benchmark(options: OverlapOptions) -> int:
     if options.found:  # this process is one of the ranks
         measure_every_way(options, options.found)
         return 0
+    if options.device == "cuda":
+        return run_tile_benchmark(options)
     with tempfile.TemporaryDirectory(prefix="moefold-overlap-") as folder:
         arguments = rank_arguments(options, folder)
         if code := run_local_ranks(arguments, RANKS):

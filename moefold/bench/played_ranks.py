@@ -114,10 +114,14 @@ def played_arenas(
     device: torch.device,
     order: TurnOrder,
     kept: int = 0,
+    pieces: int = 0,
+    signals: bool | None = None,
 ) -> list[PlayedArena]:
-    """The arena of each rank, over the same parts."""
+    """The arena of each rank, over the same parts. Flags of pieces are those of the parts themselves. `signals`: there
+    are kernels that signal; by default on a GPU."""
+    has_signals = device.type == "cuda" if signals is None else signals
     axes = [played_axis(rank, ranks) for rank in range(ranks)]
-    sizes = part_sizes(axes[0], room_bytes, kept)
+    sizes = part_sizes(axes[0], room_bytes, kept, pieces)
     parts = [torch.zeros(sizes.total, dtype=torch.uint8, device=device) for _ in axes]
     spare = torch.zeros(sizes.word_bytes, dtype=torch.uint8, device=device)
     arenas: list[PlayedArena] = []
@@ -128,7 +132,7 @@ def played_arenas(
         words[axis.index] = own_words
         memory = PeerMemory(parts, words, sizes)
         arena: Arena = SilentArena(axis, memory)
-        if device.type == "cuda":
+        if has_signals:
             arena = DeviceArena(axis, memory, PATIENCE)
         arenas.append(PlayedArena(arena, order))
     return arenas

@@ -4,6 +4,7 @@ Products are in fp32 there: the interpreter has no products in bf16."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from moefold.kernels.experts.tiles_in_exchange import (
     return_products,
     signals_given,
 )
-from moefold.kernels.registry import KernelCase, map_tensors
+from moefold.kernels.registry import KernelCase, KernelOp, map_tensors
 from moefold.kernels.routing.arrival_pieces import empty_records
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels have no products in fp32")
 
-FORWARD = {op.name: op for op in (multiply_arrivals, return_products)}
+FORWARD: dict[str, KernelOp[..., Any]] = {op.name: op for op in (multiply_arrivals, return_products)}
 NAMES = [
     "3 x 1 to 2 x 1, all fit",
     "9 x 2 to 2 x 2, all fit",

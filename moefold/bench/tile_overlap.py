@@ -1,0 +1,341 @@
+"""`moefold bench overlap --device cuda`: how much of what travels hides inside the two products of experts, on one GPU.
+
+One process plays the ranks, side by side: each has its share of the processors and a stream, and its kernel sends to
+the others, waits for their pieces and multiplies, as on a GPU of its own. All share the bandwidth of the card's memory,
+which takes the place of links. A pause keeps the streams until all kernels have been launched. Times are those of
+clocks inside the kernels:
+
+    first product     exposed: what its programs wait for pieces, on average
+    second product    exposed: what is sent behind the end of the last tile
+    hidden            1 - exposed / sending
+    apart             sending and multiplying one behind the other, each rank for itself with all processors
+
+What is sent takes as long as from the first piece's begin to the last one's end, in the second product as long as its
+sums take without their waits. Results must have the same bits in both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from moefold.bench.dispatch import DispatchCase, PlayedLayer
+from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
+from moefold.bench.options import DispatchOptions, OverlapOptions
+from moefold.bench.report import (
+    Report,
+    Row,
+    add_number_columns,
+    report_heading,
+    report_table,
+    show_report,
+    tell_progress,
+)
+from moefold.comm.arena import words_of
+from moefold.dispatch.device_arena import FURTHER_WORDS, DeviceArena
+from moefold.dispatch.tiled_experts import ExpertWeights, TiledExperts, TilePlan, signals_of_arena
+from moefold.kernels.routing.arrival_pieces import TileRecords, empty_records
+
+GIVEN = 2**60  # the number of an exchange that is never reached
+PAUSE_CYCLES = (
+    200_000_000  # of the device, about a tenth of a second, in which the host launches the kernels of all ranks
+)
+MILLISECOND = 1e6  # of nanoseconds
+LEAST_COLUMNS = 128  # of a tile
+LEAST_TILE_ROWS = 128
+
+
+RANKS = 4
+Work = Callable[[int], Tensor]  # of a rank
+ReadFigures = Callable[[list[TileRecords]], "ProductFigures"]
+
+
+class LayerSizes(NamedTuple):
+    hidden: int
+    ffn: int
+
+
+LAYER_SIZES = {"qwen3-30b": LayerSizes(2048, 768), "7168 x 2048": LayerSizes(7168, 2048)}
+
+
+class ProductFigures(NamedTuple):
+    """Nanoseconds: of all, of what is sent, and of what of it is exposed."""
+
+    whole: float
+    sending: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        return 1 - self.exposed / max(self.sending, 1)
+
+
+def first_figures(records: list[TileRecords], programs: int) -> ProductFigures:
+    """Of the product whose rows arrive; `programs` of each rank."""
+    begin, end = span_of([record.pieces_P3 for record in records])
+    waited: list[float] = []
+    ends: list[int] = []
+    for record in records:
+        begun_M, ready_M, ended_M = used_lines(record.tiles_M3).unbind(1)
+        waits_M = ready_M - begun_M
+        waited.append(int(waits_M.sum()) / programs)
+        ends.append(int(ended_M.max()))
+    return ProductFigures(max(end, *ends) - begin, end - begin, mean(waited))
+
+
+def second_figures(records: list[TileRecords], senders: int) -> ProductFigures:
+    """Of the product whose results are summed and sent; `senders`: programs of each rank that do so."""
+    sending: list[float] = []
+    exposed: list[float] = []
+    for record in records:
+        _, ready_P, ended_P = used_lines(record.pieces_P3).unbind(1)
+        sums_P = ended_P - ready_P
+        last_tile = used_lines(record.tiles_M3)[:, 2].max()
+        late = ended_P.max() - last_tile
+        sending.append(int(sums_P.sum()) / senders)
+        exposed.append(max(0, int(late)))
+    first, _ = span_of([record.tiles_M3 for record in records])
+    _, last = span_of([record.pieces_P3 for record in records])
+    return ProductFigures(last - first, mean(sending), mean(exposed))
+
+
+def used_lines(times_N3: Tensor) -> Tensor:
+    """The lines that a program has written."""
+    ended_N = times_N3[:, 2]
+    return times_N3[ended_N > 0]
+
+
+def span_of(times: list[Tensor]) -> tuple[int, int]:
+    """The first begin and the last end."""
+    used = torch.cat([used_lines(each) for each in times])
+    return int(used[:, 0].min()), int(used[:, 2].max())
+
+
+class TileRun(NamedTuple):
+    """How kernels run: programs of a rank, of which some send, and whether sending is a launch of its own."""
+
+    programs: int
+    senders: int
+    apart: bool
+
+
+class PlayedTiles:
+    """The middle of a layer on all ranks: tokens, plans, weights, and one product at a time."""
+
+    def __init__(self, layer: PlayedLayer, ffn: int):
+        self.layer = layer
+        self.ffn = ffn
+        self.device = layer.device
+        self.experts = [TiledExperts(dispatcher, layer.kernels) for dispatcher in layer.dispatchers]
+        self.weights = [self.draw_weights(rank) for rank in range(layer.case.ranks)]
+        self.plans: list[TilePlan] = layer.play(self.plan)
+
+    def draw_weights(self, rank: int) -> ExpertWeights:
+        held = self.layer.dispatchers[rank].row_policy.held
+        width = self.layer.case.hidden
+        random = torch.Generator(self.device).manual_seed(rank)
+        like: dict[str, Any] = {"generator": random, "device": self.device, "dtype": self.layer.dtype}
+        gate_up = torch.randn(held, 2, self.ffn, width, **like)
+        down = torch.randn(held, width, self.ffn, **like)
+        return ExpertWeights(gate_up.mul_(width**-0.5), down.mul_(self.ffn**-0.5))
+
+    def plan(self, rank: int) -> TilePlan:
+        return self.experts[rank].plan(self.layer.routings[rank])
+
+    def multiply(self, rank: int) -> Tensor:
+        """The activation, without rows that no expert has."""
+        plan = self.plans[rank]
+        _, a_RF = self.experts[rank].multiply(self.layer.h_TD, self.weights[rank].gate_up_E2FD, plan)
+        return a_RF
+
+    def give_back(self, activations: list[Tensor], rank: int) -> Tensor:
+        return self.experts[rank].give_back(activations[rank], self.weights[rank].down_EDF, self.plans[rank])
+
+    def defined_rows(self, rank: int, result: Tensor) -> int:
+        """Rows of a result without those that no expert has."""
+        order = self.plans[rank].receipt.order
+        return int(order.ends_e[-1]) if len(result) == len(order.index_R) else len(result)
+
+    @cached_property
+    def streams(self) -> list[torch.cuda.Stream]:
+        """One for each rank; memory that its kernels have used is kept for it."""
+        return [torch.cuda.Stream() for _ in self.experts]
+
+    def arena(self, rank: int) -> DeviceArena:
+        return self.experts[rank].arena.arena  # pyright: ignore[reportAttributeAccessIssue]
+
+    def fill_flags(self, number: int) -> None:
+        """Set the flags of all pieces on all ranks."""
+        ranks = len(self.experts)
+        for rank in range(ranks):
+            memory = self.arena(rank).memory
+            words = words_of(memory.parts[rank], memory.sizes)
+            words[ranks + FURTHER_WORDS :] = number
+
+    def set_signals(self, run: TileRun) -> list[TileRecords]:
+        """Signals for every rank, with records, whose clock is the same for all."""
+        records: list[TileRecords] = []
+        for rank, experts in enumerate(self.experts):
+            pieces = len(self.plans[rank].pieces.ends_P)
+            records.append(empty_records(self.most_tiles(rank), pieces, self.device))
+            shared = records[rank]._replace(ticks=records[0].ticks)
+            further = {"apart": run.apart, "records": shared}
+            experts.signals = signals_of_arena(self.arena(rank), run.programs, run.senders, **further)
+        return records
+
+    def most_tiles(self, rank: int) -> int:
+        rows = len(self.plans[rank].receipt.order.index_R)
+        held = self.layer.dispatchers[rank].row_policy.held
+        tile_rows = rows // LEAST_TILE_ROWS + held
+        widest = max(self.ffn, self.layer.case.hidden)
+        return tile_rows * -(-widest // LEAST_COLUMNS)
+
+    def run_apart(self, work: Work, run: TileRun) -> tuple[list[Tensor], list[TileRecords]]:
+        """One rank behind the other in each part of the exchange."""
+        records = self.set_signals(run)
+        results = self.layer.play(work)
+        synchronize_device(self.device.type)
+        return results, records
+
+    def run_together(self, work: Work, run: TileRun) -> tuple[list[Tensor], list[TileRecords]]:
+        """All ranks at once, each on its stream."""
+        records = self.set_signals(run)
+        results: list[Tensor] = []
+        hold_streams(self.streams)
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream), self.without_turns(rank):
+                results.append(work(rank))
+        synchronize_device(self.device.type)
+        for rank in range(len(self.experts)):
+            self.arena(rank).require_peers()
+        return results, records
+
+    @contextmanager
+    def without_turns(self, rank: int) -> Iterator[None]:
+        """An exchange ends without a turn for the next rank: all run at once."""
+        experts = self.experts[rank]
+        before = experts.end_exchange
+        experts.end_exchange = self.arena(rank).exchange
+        try:
+            yield
+        finally:
+            experts.end_exchange = before
+
+    def warm_up(self, work: Work, run: TileRun) -> None:
+        """Compile and load what runs together, one rank behind the other: with all flags given none waits."""
+        self.fill_flags(GIVEN)
+        self.set_signals(run)
+        for rank in range(len(self.experts)):
+            with self.without_turns(rank):
+                work(rank)
+            synchronize_device(self.device.type)
+        self.fill_flags(0)
+
+
+def hold_streams(streams: list[torch.cuda.Stream]) -> None:
+    """What is launched on these streams from now on begins on all at once, behind a pause of the device."""
+    torch.cuda._sleep(PAUSE_CYCLES)
+    event = torch.cuda.Event()
+    event.record()
+    for stream in streams:
+        stream.wait_event(event)
+
+
+def run_tile_benchmark(options: OverlapOptions) -> int:
+    device = resolve_device("cuda")
+    report: Report = machine_facts(device)
+    report["results"] = []
+    for name, sizes in LAYER_SIZES.items():
+        report["results"] += measure_layer(options, name, sizes, device)
+        free_device_memory(device)
+    return show_report(report, options.json, print_tile_table)
+
+
+def measure_layer(options: OverlapOptions, name: str, sizes: LayerSizes, device: str) -> list[Row]:
+    of_layer = DispatchOptions(ranks=(RANKS,), hidden=(sizes.hidden,))
+    case = DispatchCase(RANKS, sizes.hidden, options.zipf)
+    played = PlayedTiles(PlayedLayer(of_layer, case, device), sizes.ffn)
+    properties = torch.cuda.get_device_properties(device)
+    processors = properties.multi_processor_count
+    rows: list[Row] = []
+    for senders in options.senders:
+        together = TileRun(processors // RANKS, senders, apart=False)
+        apart = TileRun(processors, senders * RANKS, apart=True)
+        for product, figures in measure_products(played, together, apart, options.repeat):
+            rows.append({"layer": name, "senders": senders, "product": product, **figures})
+            tell_progress(f"{name}, {product} product, {senders} senders: {figures['hidden']:.0%} hidden")
+    return rows
+
+
+def measure_products(played: PlayedTiles, together: TileRun, apart: TileRun, repeat: int) -> Iterator[tuple[str, Row]]:
+    """For the first product and the second: figures of the repetition of least time."""
+    activations, apart_seconds = measure_apart(played, played.multiply, apart)
+    first = partial(first_figures, programs=together.programs)
+    yield "first", measure_together(played, played.multiply, together, repeat, activations, first, apart_seconds)
+    give_back = partial(played.give_back, activations)
+    results, apart_seconds = measure_apart(played, give_back, apart)
+    second = partial(second_figures, senders=together.senders)
+    yield "second", measure_together(played, give_back, together, repeat, results, second, apart_seconds)
+
+
+def measure_apart(played: PlayedTiles, work: Work, run: TileRun) -> tuple[list[Tensor], float]:
+    """Results of all ranks, and nanoseconds of all parts, of the second of two runs: the first compiles."""
+    played.run_apart(work, run)
+    results, records = played.run_apart(work, run)
+    total = 0
+    for record in records:
+        for times in (record.pieces_P3, record.tiles_M3):
+            begin, end = span_of([times])
+            total += end - begin
+    return results, total
+
+
+def measure_together(
+    played: PlayedTiles,
+    work: Work,
+    run: TileRun,
+    repeat: int,
+    expected: list[Tensor],
+    read_figures: ReadFigures,
+    apart: float,
+) -> Row:
+    played.warm_up(work, run)
+    best: ProductFigures | None = None
+    for _ in range(repeat):
+        results, records = played.run_together(work, run)
+        require_same_bits(played, results, expected)
+        figures = read_figures(records)
+        if best is None or figures.whole < best.whole:
+            best = figures
+    assert best is not None, "at least one repetition"
+    return {
+        "together_ms": best.whole / MILLISECOND,
+        "apart_ms": apart / MILLISECOND,
+        "sending_ms": best.sending / MILLISECOND,
+        "exposed_ms": best.exposed / MILLISECOND,
+        "hidden": best.hidden,
+    }
+
+
+def require_same_bits(played: PlayedTiles, results: list[Tensor], expected: list[Tensor]) -> None:
+    """Results do not depend on what arrives first. Rows behind the last expert's are undefined."""
+    for rank, (found, wanted) in enumerate(zip(results, expected, strict=True)):
+        rows = played.defined_rows(rank, wanted)
+        assert torch.equal(found[:rows], wanted[:rows]), f"rank {rank} has other bits than with all rows there"
+
+
+def print_tile_table(report: Report) -> None:
+    title = f"tiles inside exchanges, {RANKS} ranks played: {report_heading(report)}"
+    table = report_table(title, "layer", "product", caption="ms by clocks inside the kernels")
+    add_number_columns(table, "senders", "apart", "together", "sending", "exposed", "hidden")
+    for row in report["results"]:
+        times = [f"{row[name]:.3f}" for name in ("apart_ms", "together_ms", "sending_ms", "exposed_ms")]
+        table.add_row(row["layer"], row["product"], str(row["senders"]), *times, f"{row['hidden']:.1%}")
+    Console().print(table)
