@@ -732,6 +732,37 @@ def plain_sum_peer_rows(rooms, slots):
     return [[sum(row[c] for row in found) for c in range(width)] for found in rows]
 
 
+def plain_multiply_arrivals(x, gate_up, weight, index, ends, slots, rooms, exchange):
+    """Tokens of the other ranks are there; each row then goes through its expert by itself."""
+    arrived = rooms[exchange.me][exchange.turn]
+    for line, row in zip(slots, x, strict=True):
+        if line[exchange.me] >= 0:
+            arrived[line[exchange.me]] = row
+    both, activated = [], []
+    for r, (n, w) in enumerate(zip(index, weight, strict=True)):
+        of_expert = gate_up[sum(end <= r for end in ends)]
+        gate, up = ([sum(a * b for a, b in zip(line, arrived[n], strict=True)) for line in half] for half in of_expert)
+        both.append([gate, up])
+        activated.append([g / (1 + math.exp(-g)) * u * w for g, u in zip(gate, up, strict=True)])
+    return [both, activated]
+
+
+def plain_return_products(a, down, index, slots, ends, rooms, exchange):
+    """Of what is sent, this rank reads what it sends to itself; results of the other ranks are there."""
+    own = rooms[exchange.me][exchange.turn]
+    ends_P, shift, back = (x.tolist() for x in exchange.pieces)
+    blocks = len(ends_P) // len(rooms)
+    y = []
+    for r, row in enumerate(a):
+        lines = down[sum(end <= r for end in ends)]
+        y.append([sum(p * q for p, q in zip(line, row, strict=True)) for line in lines])
+    for n, line in enumerate(slots):
+        sender = sum(n >= end for end in ends_P[blocks - 1 :: blocks])
+        if sender == exchange.me:
+            own[n + shift[sender]] = [sum(y[slot][d] for slot in line if slot >= 0) for d in range(len(down[0]))]
+    return [[sum(own[row][d] for row in line if row >= 0) for d in range(len(down[0]))] for line in back]
+
+
 def plain_sum_rows(y, index, slots, holes):
     totals = [[0.0] * len(y[0]) for _ in slots]
     for row, n in ((row, n) for row, n in zip(y, index, strict=True) if n >= 0):

@@ -55,9 +55,23 @@ COUNTERS = 3  # programs that have sent, programs that have finished, tiles that
 
 @triton.jit
 def send_piece(
-    x_TD, slots_Ts, addresses, flags, first_entry, to, block, me, number, T, D, blocks,
-    RANKS: constexpr, PIECE: constexpr, ROWS: constexpr, COLS: constexpr,
-):  # fmt: skip
+    x_TD,
+    slots_Ts,
+    addresses,
+    flags,
+    first_entry,
+    to,
+    block,
+    me,
+    number,
+    T,
+    D,
+    blocks,
+    RANKS: constexpr,
+    PIECE: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+):
     """The tokens of a block that go to a rank, and the flag of their piece."""
     room = load_room(addresses, to, x_TD) + first_entry
     for begin in range(0, PIECE, ROWS):
@@ -86,9 +100,17 @@ def pieces_of_rows(n, ends_P, PIECES: constexpr, ALL: constexpr):
 
 @triton.jit
 def multiply_gate_up(
-    source_ND, n, gate_up, expert, f, D, F,
-    ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
-):  # fmt: skip
+    source_ND,
+    n,
+    gate_up,
+    expert,
+    f,
+    D,
+    F,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
     """Products of gathered rows with gate and with up."""
     is_row = n >= 0
     is_column = f < F
@@ -123,11 +145,29 @@ def store_activation(h_R2F, a_RF, weight_R, gate, up, r, is_row, f, F):
 
 @triton.jit
 def send_tokens(
-    x_TD, slots_Ts, addresses, flags, peers, counters, piece_times, ticks,
-    first_entry, me, number, T, D, blocks,
-    SENDERS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr, RECORDS: constexpr,
-    PIECE: constexpr, ROWS: constexpr, COLS: constexpr,
-):  # fmt: skip
+    x_TD,
+    slots_Ts,
+    addresses,
+    flags,
+    peers,
+    counters,
+    piece_times,
+    ticks,
+    first_entry,
+    me,
+    number,
+    T,
+    D,
+    blocks,
+    SENDERS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    CLOCKED: constexpr,
+    RECORDS: constexpr,
+    PIECE: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+):
     """What one of the first programs sends: pieces for this rank, then for the one before it, and so on."""
     program = tl.program_id(0)
     if program < SENDERS:
@@ -137,31 +177,98 @@ def send_tokens(
             note_time(piece_times, unit, 0, ticks, RECORDS, CLOCKED)
             note_time(piece_times, unit, 1, ticks, RECORDS, CLOCKED)
             send_piece(
-                x_TD, slots_Ts, addresses, flags, first_entry, to, block, me, number, T, D, blocks,
-                RANKS, PIECE, ROWS, COLS,
-            )  # fmt: skip
+                x_TD,
+                slots_Ts,
+                addresses,
+                flags,
+                first_entry,
+                to,
+                block,
+                me,
+                number,
+                T,
+                D,
+                blocks,
+                RANKS,
+                PIECE,
+                ROWS,
+                COLS,
+            )
             note_time(piece_times, unit, 2, ticks, RECORDS, CLOCKED)
         end_sending(peers, number, counters, me, SENDERS, RANKS, WIDTH)
 
 
 @triton.jit(do_not_specialize=["first_entry", "T", "me"])
 def arriving_rows_kernel(
-    x_TD, slots_Ts, addresses, flags, words, fault_2, counters,
-    gate_up, weight_R, index_R, ends_P, tiles_M4, count, h_R2F, a_RF, tile_times, piece_times, ticks,
-    first_entry, T, D, F, blocks, me, patience,
-    SENDS: constexpr, MULTIPLIES: constexpr, SENDERS: constexpr, RANKS: constexpr, WIDTH: constexpr,
-    PIECES: constexpr, ALL: constexpr, CLOCKED: constexpr, RECORDS: constexpr,
-    PIECE: constexpr, SENT_ROWS: constexpr, SENT_COLUMNS: constexpr,
-    ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, BAND: constexpr,
-):  # fmt: skip
+    x_TD,
+    slots_Ts,
+    addresses,
+    flags,
+    words,
+    fault_2,
+    counters,
+    gate_up,
+    weight_R,
+    index_R,
+    ends_P,
+    tiles_M4,
+    count,
+    h_R2F,
+    a_RF,
+    tile_times,
+    piece_times,
+    ticks,
+    first_entry,
+    T,
+    D,
+    F,
+    blocks,
+    me,
+    patience,
+    SENDS: constexpr,
+    MULTIPLIES: constexpr,
+    SENDERS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    PIECES: constexpr,
+    ALL: constexpr,
+    CLOCKED: constexpr,
+    RECORDS: constexpr,
+    PIECE: constexpr,
+    SENT_ROWS: constexpr,
+    SENT_COLUMNS: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+    BAND: constexpr,
+):
     """SENDS, MULTIPLIES: the parts of the exchange that this launch has; both, but where ranks are played in turns."""
     peers, own_address, number, is_lost = load_words(words, me, RANKS, WIDTH)
     if SENDS:
         send_tokens(
-            x_TD, slots_Ts, addresses, flags, peers, counters, piece_times, ticks,
-            first_entry, me, number, T, D, blocks,
-            SENDERS, RANKS, WIDTH, CLOCKED, RECORDS, PIECE, SENT_ROWS, SENT_COLUMNS,
-        )  # fmt: skip
+            x_TD,
+            slots_Ts,
+            addresses,
+            flags,
+            peers,
+            counters,
+            piece_times,
+            ticks,
+            first_entry,
+            me,
+            number,
+            T,
+            D,
+            blocks,
+            SENDERS,
+            RANKS,
+            WIDTH,
+            CLOCKED,
+            RECORDS,
+            PIECE,
+            SENT_ROWS,
+            SENT_COLUMNS,
+        )
     if MULTIPLIES:
         own_words = as_words(own_address)
         own_flags = as_words(tl.load(flags + me))

@@ -48,9 +48,18 @@ def place_in_turn(tiles_M4, count, index_R, ends_P, m, first, blocks, RANKS: con
 
 @triton.jit(do_not_specialize=["first"])
 def order_tiles_kernel(
-    tiles_M4, count, index_R, ends_P, ordered_M4, M, first, blocks,
-    RANKS: constexpr, BLOCK: constexpr, COMPARED: constexpr,
-):  # fmt: skip
+    tiles_M4,
+    count,
+    index_R,
+    ends_P,
+    ordered_M4,
+    M,
+    first,
+    blocks,
+    RANKS: constexpr,
+    BLOCK: constexpr,
+    COMPARED: constexpr,
+):
     """Some tiles find their places by comparison with all others: no sort, no atomics."""
     m = program_block(0, BLOCK)
     turn = place_in_turn(tiles_M4, count, index_R, ends_P, m, first, blocks, RANKS)

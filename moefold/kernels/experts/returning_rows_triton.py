@@ -73,9 +73,17 @@ def late_rows(done, slot, last_end, tile_columns, COUNTED: constexpr):
 
 @triton.jit
 def await_piece(
-    slots_NK, begin, end, done, last_end, tile_columns,
-    K: constexpr, CHOICES: constexpr, ROWS: constexpr, COUNTED: constexpr,
-):  # fmt: skip
+    slots_NK,
+    begin,
+    end,
+    done,
+    last_end,
+    tile_columns,
+    K: constexpr,
+    CHOICES: constexpr,
+    ROWS: constexpr,
+    COUNTED: constexpr,
+):
     """Wait until all rows of the tokens of a piece are done. Tiles wait for nobody, and so this ends."""
     k = tl.arange(0, CHOICES)
     for token in range(begin, end, ROWS):
@@ -90,9 +98,17 @@ def await_piece(
 
 @triton.jit
 def return_piece(
-    y_RD, slots_NK, begin, end, room, shift, D,
-    K: constexpr, ROWS: constexpr, COLS: constexpr,
-):  # fmt: skip
+    y_RD,
+    slots_NK,
+    begin,
+    end,
+    room,
+    shift,
+    D,
+    K: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+):
     """The sums over the rows of each token of a piece, in the room of its rank."""
     for token in range(begin, end, ROWS):
         n = numbers_from(token, ROWS).to(tl.int64)
@@ -111,9 +127,19 @@ def return_piece(
 
 @triton.jit
 def multiply_down(
-    a_RF, down, y_RD, expert, r, is_row, c, F, D,
-    ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
-):  # fmt: skip
+    a_RF,
+    down,
+    y_RD,
+    expert,
+    r,
+    is_row,
+    c,
+    F,
+    D,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
     """One tile of the product."""
     is_column = c < D
     down_row = expert.to(tl.int64) * D + c
@@ -129,11 +155,36 @@ def multiply_down(
 
 @triton.jit
 def return_sums(
-    y_RD, slots_NK, ends_P, shift_s, addresses, peers, done, counters, piece_times, ticks,
-    first_entry, me, number, last_end, tile_columns, D, blocks, first_program,
-    SENDERS: constexpr, RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr, RECORDS: constexpr,
-    K: constexpr, CHOICES: constexpr, AWAITED: constexpr, ROWS: constexpr, COLS: constexpr, COUNTED: constexpr,
-):  # fmt: skip
+    y_RD,
+    slots_NK,
+    ends_P,
+    shift_s,
+    addresses,
+    peers,
+    done,
+    counters,
+    piece_times,
+    ticks,
+    first_entry,
+    me,
+    number,
+    last_end,
+    tile_columns,
+    D,
+    blocks,
+    first_program,
+    SENDERS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    CLOCKED: constexpr,
+    RECORDS: constexpr,
+    K: constexpr,
+    CHOICES: constexpr,
+    AWAITED: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+    COUNTED: constexpr,
+):
     """What one of the last programs sums and sends: pieces of the next rank, then of the one behind it, and so on."""
     program = tl.program_id(0) - first_program
     if program >= 0:
@@ -154,14 +205,47 @@ def return_sums(
 
 @triton.jit(do_not_specialize=["first_entry", "me"])
 def returning_rows_kernel(
-    a_RF, down, ends_E, tiles_M4, count, y_RD, slots_NK, ends_P, shift_s, addresses, words, fault_2, counters,
-    tile_times, piece_times, ticks,
-    first_entry, E, F, D, blocks, me, patience,
-    MULTIPLIES: constexpr, SENDS: constexpr, SENDERS: constexpr, RANKS: constexpr, WIDTH: constexpr,
-    K: constexpr, CHOICES: constexpr, CLOCKED: constexpr, RECORDS: constexpr,
-    ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, BAND: constexpr,
-    AWAITED: constexpr, SUMMED_ROWS: constexpr, SUMMED_COLUMNS: constexpr, COUNTED: constexpr,
-):  # fmt: skip
+    a_RF,
+    down,
+    ends_E,
+    tiles_M4,
+    count,
+    y_RD,
+    slots_NK,
+    ends_P,
+    shift_s,
+    addresses,
+    words,
+    fault_2,
+    counters,
+    tile_times,
+    piece_times,
+    ticks,
+    first_entry,
+    E,
+    F,
+    D,
+    blocks,
+    me,
+    patience,
+    MULTIPLIES: constexpr,
+    SENDS: constexpr,
+    SENDERS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    K: constexpr,
+    CHOICES: constexpr,
+    CLOCKED: constexpr,
+    RECORDS: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+    BAND: constexpr,
+    AWAITED: constexpr,
+    SUMMED_ROWS: constexpr,
+    SUMMED_COLUMNS: constexpr,
+    COUNTED: constexpr,
+):
     """MULTIPLIES, SENDS: the parts of the exchange that this launch has; both, but where ranks are played in turns."""
     peers, own_address, number, is_lost = load_words(words, me, RANKS, WIDTH)
     done = counters + 3
@@ -188,10 +272,36 @@ def returning_rows_kernel(
     if SENDS:
         last_end = tl.load(ends_E + E - 1)
         return_sums(
-            y_RD, slots_NK, ends_P, shift_s, addresses, peers, done, counters, piece_times, ticks,
-            first_entry, me, number, last_end, tile_columns, D, blocks, first_sender,
-            SENDERS, RANKS, WIDTH, CLOCKED, RECORDS, K, CHOICES, AWAITED, SUMMED_ROWS, SUMMED_COLUMNS, COUNTED,
-        )  # fmt: skip
+            y_RD,
+            slots_NK,
+            ends_P,
+            shift_s,
+            addresses,
+            peers,
+            done,
+            counters,
+            piece_times,
+            ticks,
+            first_entry,
+            me,
+            number,
+            last_end,
+            tile_columns,
+            D,
+            blocks,
+            first_sender,
+            SENDERS,
+            RANKS,
+            WIDTH,
+            CLOCKED,
+            RECORDS,
+            K,
+            CHOICES,
+            AWAITED,
+            SUMMED_ROWS,
+            SUMMED_COLUMNS,
+            COUNTED,
+        )
         end_receiving(own_address, number, is_lost, fault_2, counters + 1, patience, RANKS, WIDTH, CLOCKED)
 
 

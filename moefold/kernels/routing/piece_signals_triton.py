@@ -34,9 +34,19 @@ def give_piece(flags, to, piece, number):
 
 @triton.jit
 def await_pieces(
-    own_flags, low, high, number, is_lost, own_words, fault_2, blocks, patience,
-    RANKS: constexpr, PIECES: constexpr, CLOCKED: constexpr,
-):  # fmt: skip
+    own_flags,
+    low,
+    high,
+    number,
+    is_lost,
+    own_words,
+    fault_2,
+    blocks,
+    patience,
+    RANKS: constexpr,
+    PIECES: constexpr,
+    CLOCKED: constexpr,
+):
     """Wait for the pieces from `low` to `high`; whether a rank is lost. A program that gave up once waits no more."""
     piece = tl.arange(0, PIECES)
     inside = (piece >= low) & (piece <= high)
@@ -69,9 +79,16 @@ def end_sending(words, number, sent, me, SENDERS: constexpr, RANKS: constexpr, W
 
 @triton.jit
 def end_receiving(
-    own_address, number, is_lost, fault_2, finished, patience,
-    RANKS: constexpr, WIDTH: constexpr, CLOCKED: constexpr,
-):  # fmt: skip
+    own_address,
+    number,
+    is_lost,
+    fault_2,
+    finished,
+    patience,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    CLOCKED: constexpr,
+):
     """The end of a program: the last of all waits for the signals of all ranks."""
     tl.debug_barrier()  # all threads of the program have read
     before = tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu")
