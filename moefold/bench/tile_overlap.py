@@ -39,8 +39,9 @@ from moefold.bench.report import (
     tell_progress,
 )
 from moefold.comm.arena import words_of
+from moefold.config.errors import UserError
 from moefold.dispatch.device_arena import FURTHER_WORDS, DeviceArena
-from moefold.dispatch.tiled_experts import ExpertWeights, TiledExperts, TilePlan, signals_of_arena
+from moefold.dispatch.tiled_experts import ArrivalPlan, ExpertWeights, TiledExperts, signals_of_arena
 from moefold.kernels.routing.arrival_pieces import TileRecords, empty_records
 
 GIVEN = 2**60  # the number of an exchange that is never reached
@@ -135,7 +136,7 @@ class PlayedTiles:
         self.device = layer.device
         self.experts = [TiledExperts(dispatcher, layer.kernels) for dispatcher in layer.dispatchers]
         self.weights = [self.draw_weights(rank) for rank in range(layer.case.ranks)]
-        self.plans: list[TilePlan] = layer.play(self.plan)
+        self.plans: list[ArrivalPlan] = layer.play(self.plan)
 
     def draw_weights(self, rank: int) -> ExpertWeights:
         held = self.layer.dispatchers[rank].row_policy.held
@@ -146,7 +147,7 @@ class PlayedTiles:
         down = torch.randn(held, width, self.ffn, **like)
         return ExpertWeights(gate_up.mul_(width**-0.5), down.mul_(self.ffn**-0.5))
 
-    def plan(self, rank: int) -> TilePlan:
+    def plan(self, rank: int) -> ArrivalPlan:
         return self.experts[rank].plan(self.layer.routings[rank])
 
     def multiply(self, rank: int) -> Tensor:
@@ -264,9 +265,12 @@ def measure_layer(options: OverlapOptions, name: str, sizes: LayerSizes, device:
     played = PlayedTiles(PlayedLayer(of_layer, case, device), sizes.ffn)
     properties = torch.cuda.get_device_properties(device)
     processors = properties.multi_processor_count
+    share = processors // RANKS
     rows: list[Row] = []
     for senders in options.senders:
-        together = TileRun(processors // RANKS, senders, apart=False)
+        if senders >= share:
+            raise UserError(f"--senders {senders}, but a rank has {share} of {processors} processors; such as 4 and 8")
+        together = TileRun(share, senders, apart=False)
         apart = TileRun(processors, senders * RANKS, apart=True)
         for product, figures in measure_products(played, together, apart, options.repeat):
             rows.append({"layer": name, "senders": senders, "product": product, **figures})

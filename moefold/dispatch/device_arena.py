@@ -95,10 +95,16 @@ def flag_addresses(memory: PeerMemory, ranks: int) -> Tensor:
     return torch.tensor([each.data_ptr() for each in flags], device=memory.parts[0].device)
 
 
-def open_device_memory(axis: Axis, room_bytes: int, device: torch.device, kept: int = 0) -> PeerMemory:
+def open_device_memory(
+    axis: Axis,
+    room_bytes: int,
+    device: torch.device,
+    kept: int = 0,
+    pieces: int = 0,
+) -> PeerMemory:
     """Memory of all ranks of the axis, mapped by each. Every rank calls this; all succeed, or all raise. Ranks agree
     that each has its part before they meet: they would wait for one that has not."""
-    sizes = part_sizes(axis, room_bytes, kept)
+    sizes = part_sizes(axis, room_bytes, kept, pieces)
     allocate = partial(allocate_part, sizes, device)
     part = succeed_together(allocate, axis, sizes)
     map_all = partial(map_parts, axis, sizes, part)

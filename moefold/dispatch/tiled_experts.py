@@ -25,7 +25,7 @@ from moefold.kernels.experts.tiles_in_exchange import multiply_arrivals, return_
 from moefold.kernels.routing.arrival_pieces import PieceMaps, PieceSignals, TileExchange, arrange_pieces
 
 
-class TilePlan(NamedTuple):
+class ArrivalPlan(NamedTuple):
     receipt: Receipt
     pieces: PieceMaps
 
@@ -47,7 +47,7 @@ class TiledExperts:
         self.multiply_arrivals = kernels[multiply_arrivals]
         self.return_products = kernels[return_products]
 
-    def plan(self, routing: Routing) -> TilePlan:
+    def plan(self, routing: Routing) -> ArrivalPlan:
         """Pieces are arranged behind the plan, before another exchange uses the room of its counts."""
         dispatcher = self.dispatcher
         k = routing.ids_TK.shape[1]
@@ -58,13 +58,13 @@ class TiledExperts:
         lost = None if tail is None else tail.lost
         _, _, counts_sBC = rooms.of(dispatcher.index)
         here = (dispatcher.index, dispatcher.etp, dispatcher.rows.arriving)
-        return TilePlan(receipt, arrange_pieces(counts_sBC, leg.slots_Ts, *here, lost))
+        return ArrivalPlan(receipt, arrange_pieces(counts_sBC, leg.slots_Ts, *here, lost))
 
-    def forward(self, h_TD: Tensor, weights: ExpertWeights, plan: TilePlan) -> Tensor:
+    def forward(self, h_TD: Tensor, weights: ExpertWeights, plan: ArrivalPlan) -> Tensor:
         _, a_RF = self.multiply(h_TD, weights.gate_up_E2FD, plan)
         return self.give_back(a_RF, weights.down_EDF, plan)
 
-    def multiply(self, h_TD: Tensor, gate_up_E2FD: Tensor, plan: TilePlan) -> tuple[Tensor, Tensor]:
+    def multiply(self, h_TD: Tensor, gate_up_E2FD: Tensor, plan: ArrivalPlan) -> tuple[Tensor, Tensor]:
         """The pre-activation and the activation of the rows that arrive."""
         order = plan.receipt.order
         slots_Ts = plan.receipt.legs[0].slots_Ts
@@ -73,7 +73,7 @@ class TiledExperts:
         rooms = self.rooms_like(h_TD)
         return self.multiply_arrivals(h_TD, gate_up_E2FD, *rows, slots_Ts, rooms, self.exchange("tokens", plan))
 
-    def give_back(self, a_RF: Tensor, down_EDF: Tensor, plan: TilePlan) -> Tensor:
+    def give_back(self, a_RF: Tensor, down_EDF: Tensor, plan: ArrivalPlan) -> Tensor:
         """The results of this rank's tokens."""
         order = plan.receipt.order
         exchange = self.exchange("results", plan)
@@ -86,13 +86,15 @@ class TiledExperts:
         rows = self.dispatcher.rows.arriving + 1
         return self.arena.arena_rooms.together(rows, x_TD.shape[1], x_TD.dtype)
 
-    def exchange(self, what: str, plan: TilePlan) -> TileExchange:
+    def exchange(self, what: str, plan: ArrivalPlan) -> TileExchange:
         turn = self.arena.number % TURNS
         end = partial(self.end_exchange, what)
         return TileExchange(self.dispatcher.index, turn, plan.pieces, end, self.signals)
 
 
 def signals_of_arena(arena: DeviceArena, programs: int, senders: int, **further: Any) -> PieceSignals:
-    """Signals of an arena whose words have flags behind them."""
+    """Signals of an arena whose words have flags behind them. Of `programs`, at most as many as the device has
+    processors, since those that wait hold theirs, `senders` send."""
+    assert 0 < senders < programs, f"{senders} of {programs} programs send; some have to, and others to multiply"
     flags = flag_addresses(arena.memory, arena.axis.size)
     return PieceSignals(arena.tail, flags, programs, senders, **further)

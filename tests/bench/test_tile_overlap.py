@@ -63,7 +63,7 @@ def test_played_kernels_give_the_same_and_note_when_tiles_and_pieces_were_done()
     for experts in played.experts:
         experts.multiply_arrivals = multiply_arrivals.implementations["triton"]
         experts.return_products = return_products.implementations["triton"]
-    run = TileRun(programs=2, senders=2, apart=True)
+    run = TileRun(programs=3, senders=2, apart=True)
     activations, records = played.run_apart(played.multiply, run)
     figures = first_figures(records, run.programs)
     assert 0 < figures.sending < figures.whole

@@ -21,6 +21,7 @@ from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.room_sizes import ArenaRows
 from moefold.dispatch.symmetric import ArenaDispatcher
 from moefold.dispatch.tiled_experts import ExpertWeights, TiledExperts, signals_of_arena
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.tiles_in_exchange import multiply_arrivals, return_products
 from moefold.layout.axes import Axis, World
 from tests.dispatch.test_dispatchers import BINDINGS
@@ -70,10 +71,10 @@ def results_written_out(ids: torch.Tensor, gates: torch.Tensor, h: torch.Tensor)
     return y
 
 
-def build_dispatcher(arena: DeviceArena | SharedArena) -> ArenaDispatcher:
+def build_dispatcher(arena: DeviceArena | SharedArena, kernels: BoundKernels = KERNELS) -> ArenaDispatcher:
     axis = arena.axis
     policy = RowPolicy(contiguous_placement(EXPERTS, axis.size), axis.index)
-    return ArenaDispatcher(arena, policy, KERNELS, 1, ArenaRows(TOKENS, TOKENS * axis.size))
+    return ArenaDispatcher(arena, policy, kernels, 1, ArenaRows(TOKENS, TOKENS * axis.size))
 
 
 def host_arena(axis: Axis) -> DeviceArena:
