@@ -5,8 +5,9 @@
 Results are summed before they travel: a token has one row for each rank, not one for each expert, and all its rows
 here are in one place. So a tile does not write to other ranks by itself. The first programs multiply tiles, those for
 the tokens of the next rank first and of this one last, and count the rows that are done; the last few programs take
-pieces in the same order, wait until all rows of its tokens are done, sum them, and write to the room of their rank.
-Meanwhile the others multiply for the next one. What waits comes last, so that it cannot keep a tile from running.
+pieces in the same order, wait until all rows of their tokens are done, sum them, and write to the room of their rank.
+Meanwhile the others multiply for the next one, and take pieces too when no tile is left. What waits comes last, so that
+it cannot keep a tile from running.
 
 Each sum is over the same rows in the same order in every run. The sums over ranks are a launch of their own behind the
 exchange, and read this rank's memory alone.
@@ -172,8 +173,6 @@ def return_sums(
     tile_columns,
     D,
     blocks,
-    first_program,
-    SENDERS: constexpr,
     RANKS: constexpr,
     WIDTH: constexpr,
     CLOCKED: constexpr,
@@ -185,22 +184,23 @@ def return_sums(
     COLS: constexpr,
     COUNTED: constexpr,
 ):
-    """What one of the last programs sums and sends: pieces of the next rank, then of the one behind it, and so on."""
-    program = tl.program_id(0) - first_program
-    if program >= 0:
-        for unit in range(program, RANKS * blocks, SENDERS):
-            to = (me + 1 + unit // blocks) % RANKS
-            piece = to * blocks + unit % blocks
-            begin = tl.load(ends_P + piece - 1, mask=piece > 0, other=0)
-            end = tl.load(ends_P + piece)
-            shift = tl.load(shift_s + to)
-            room = load_room(addresses, to, y_RD) + first_entry
-            note_time(piece_times, unit, 0, ticks, RECORDS, CLOCKED)
-            await_piece(slots_NK, begin, end, done, last_end, tile_columns, K, CHOICES, AWAITED, COUNTED)
-            note_time(piece_times, unit, 1, ticks, RECORDS, CLOCKED)
-            return_piece(y_RD, slots_NK, begin, end, room, shift, D, K, ROWS, COLS)
-            note_time(piece_times, unit, 2, ticks, RECORDS, CLOCKED)
-        end_sending(peers, number, counters, me, SENDERS, RANKS, WIDTH)
+    """Sums of pieces that no other program has taken: those of the next rank, then of the one behind it, and so on. Who
+    is done with the last piece gives the signals of the exchange."""
+    unit = take_number(counters + 3)
+    while unit < RANKS * blocks:
+        to = (me + 1 + unit // blocks) % RANKS
+        piece = to * blocks + unit % blocks
+        begin = tl.load(ends_P + piece - 1, mask=piece > 0, other=0)
+        end = tl.load(ends_P + piece)
+        shift = tl.load(shift_s + to)
+        room = load_room(addresses, to, y_RD) + first_entry
+        note_time(piece_times, unit, 0, ticks, RECORDS, CLOCKED)
+        await_piece(slots_NK, begin, end, done, last_end, tile_columns, K, CHOICES, AWAITED, COUNTED)
+        note_time(piece_times, unit, 1, ticks, RECORDS, CLOCKED)
+        return_piece(y_RD, slots_NK, begin, end, room, shift, D, K, ROWS, COLS)
+        note_time(piece_times, unit, 2, ticks, RECORDS, CLOCKED)
+        end_sending(peers, number, counters, me, RANKS * blocks, RANKS, WIDTH)
+        unit = take_number(counters + 3)
 
 
 @triton.jit(do_not_specialize=["first_entry", "me"])
@@ -248,7 +248,7 @@ def returning_rows_kernel(
 ):
     """MULTIPLIES, SENDS: the parts of the exchange that this launch has; both, but where ranks are played in turns."""
     peers, own_address, number, is_lost = load_words(words, me, RANKS, WIDTH)
-    done = counters + 3
+    done = counters + 4  # behind COUNTERS
     tile_rows = tl.load(count)
     tile_columns = tl.cdiv(D, COLUMNS)
     first_sender = tl.num_programs(0) - (SENDERS if SENDS else 0)
@@ -289,8 +289,6 @@ def returning_rows_kernel(
             tile_columns,
             D,
             blocks,
-            first_sender,
-            SENDERS,
             RANKS,
             WIDTH,
             CLOCKED,

@@ -70,10 +70,10 @@ def note_time(records, line, column: constexpr, ticks, RECORDS: constexpr, CLOCK
 
 
 @triton.jit
-def end_sending(words, number, sent, me, SENDERS: constexpr, RANKS: constexpr, WIDTH: constexpr):
-    """The end of a program that sends: the last of them gives the signals of the exchange."""
+def end_sending(words, number, sent, me, parts, RANKS: constexpr, WIDTH: constexpr):
+    """The end of one of the parts that are sent: who is done with the last gives the signals of the exchange."""
     before = tl.atomic_add(sent, 1, sem="acq_rel", scope="gpu")
-    if before == SENDERS - 1:
+    if before == parts - 1:
         give_signals(words, number, me, RANKS, WIDTH)
 
 
