@@ -34,16 +34,17 @@ from moefold.bench.report import (
 )
 from moefold.bench.step import initialise_on_device, transformers_model
 from moefold.config.errors import all_of
-from moefold.config.run import Config
+from moefold.config.run import Config, ParallelConfig
 from moefold.generate.decode import decode_tokens
 from moefold.generate.next_logits import CachedLogits, TokenIds, model_logits
 from moefold.generate.replayed_steps import READ_TOGETHER
 from moefold.generate.sampling import Sampling
-from moefold.layout.axes import World
+from moefold.layout.axes import World, single_rank_world
 from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 from moefold.observe.profile import profile_device
 from moefold.presets.zoo import PRESETS
+from moefold.train.evaluation_config import evaluation_config
 from moefold.train.from_hf import WeightFiller, build_to_evaluate
 
 GREEDY = Sampling(0)
@@ -91,7 +92,11 @@ def own_rows(name: str, config: Config, options: GenerateBenchOptions, bandwidth
     """A row for each batch, told when it is measured."""
     length = options.prompt + options.tokens
     device = config.train.device
-    model = build_to_evaluate(config.model, "auto", device, length, make_random_filler)
+    alone = ParallelConfig()
+    world = single_rank_world(device)
+    evaluated = evaluation_config(config.model, alone, length, 1)
+    executor = build_to_evaluate(evaluated, "auto", world, make_random_filler)
+    model = executor.model
     source = model_logits(model)
     rows: list[Row] = []
     for batch in options.batch:

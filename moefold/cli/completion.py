@@ -76,8 +76,8 @@ def form_words(form: CommandForm[Any], keys: Iterable[ConfigKey]) -> tuple[str, 
         words += option.choices if option.positional else [option.flag]
     words.append("--help")
     words += subcommands_of(form.name)
-    if form.config_keys:
-        words += [f"--{key.path}" for key in keys]
+    words += [f"--{key.path}" for key in keys if form.takes_key(key.path)]
+    if form.config_keys and not form.section:
         words += PRESETS
     return tuple(words)
 

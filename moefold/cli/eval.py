@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.cli.text_model_options import TextModelOptions, print_note
-from moefold.cli.train import serve_store
+from moefold.cli.text_model_ranks import run_on_ranks
 from moefold.config.errors import UserError, did_you_mean, printable_text
-from moefold.config.run import ParallelConfig
-from moefold.layout.environment import read_environment
-from moefold.layout.spawn import run_local_ranks
-from moefold.observe.printer import print_nothing
 from moefold.presets.command_form import CommandForm
-from moefold.presets.command_options import check_rank_count, read_options
-from moefold.watch.guard import guarded_rank
+from moefold.presets.command_options import read_options
 
 if TYPE_CHECKING:
     from moefold.train.text_model import TextModel
@@ -44,9 +39,7 @@ class EvalOptions(TextModelOptions):
     chat: bool = False
     """Put questions of lm-evaluation-harness into the tokenizer's chat template, as a user's messages."""
     batch: int = 8
-    """Sequences that are computed at once."""
-    nproc: int = 1
-    """How many ranks to start on this machine; each holds the whole model and computes its share of the batches."""
+    """Sequences that a rank computes at once."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -57,21 +50,13 @@ class EvalOptions(TextModelOptions):
         return [name for name in names if name]
 
 
-FORM = CommandForm("eval", EvalOptions)
+FORM = CommandForm("eval", EvalOptions, config_keys=True, section="parallel")
 
 
 def run_command(argv: Sequence[str]) -> int:
-    options, _ = read_options(FORM, argv)
+    options, overrides = read_options(FORM, argv)
     check_options(options)
-    ranks = check_rank_count(options.nproc)
-    if ranks > 1 and "RANK" not in os.environ:
-        return run_local_ranks(["eval", *argv], ranks, serve_store=serve_store)
-    if read_environment(os.environ).size == 1:
-        evaluate_on_rank(options)
-    else:
-        with guarded_rank():
-            evaluate_on_rank(options)
-    return 0
+    return run_on_ranks(["eval", *argv], options, overrides, partial(evaluate_and_report, options))
 
 
 def check_options(options: EvalOptions) -> None:
@@ -80,7 +65,6 @@ def check_options(options: EvalOptions) -> None:
     folder = options.task_folder
     if folder is not None and not folder.is_dir():
         raise UserError(f"--task-folder {folder} is no folder; expected one with YAML files of tasks")
-    options.require_source()
     names = options.task_names
     if options.chat and not set(names) - {STDLIB_LINES}:
         raise UserError(
@@ -95,21 +79,10 @@ def check_options(options: EvalOptions) -> None:
             )
 
 
-def evaluate_on_rank(options: EvalOptions) -> None:
-    from moefold.comm.host_objects import first_object  # torch, from here on
-    from moefold.layout.process_groups import joined_world
-    from moefold.train.text_model import load_text_model
-
-    with joined_world(ParallelConfig(), options.device) as world:
-        is_first = world.rank == 0
-        arguments = options.load_arguments() | {"device": str(world.device), "ranks": world.everyone}
-        if not is_first:
-            arguments["say"] = print_nothing
-        text_model = load_text_model(**arguments)
-        results = evaluate(text_model, options)
-        if is_first:
-            report_results(options, text_model.step, results)
-        first_object(None, world.everyone)  # all ranks are here: rank 0 may take the store with it
+def evaluate_and_report(options: EvalOptions, text_model: TextModel) -> None:
+    results = evaluate(text_model, options)
+    if text_model.executor.world.rank == 0:
+        report_results(options, text_model.step, results)
 
 
 def report_results(options: EvalOptions, step: int | None, results: Results) -> None:

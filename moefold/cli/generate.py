@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moefold.cli.text_model_options import TextModelOptions, print_note
+from moefold.cli.text_model_ranks import run_on_ranks
 from moefold.config.errors import UserError
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
@@ -15,6 +17,7 @@ from moefold.printable import escape_character
 
 if TYPE_CHECKING:
     from moefold.train.text_generator import GenerationRequest, TextGenerator
+    from moefold.train.text_model import TextModel
 
 
 @dataclass(frozen=True)
@@ -42,28 +45,33 @@ class GenerateOptions(TextModelOptions):
     """Random seed; the i-th prompt draws with seed + i."""
 
 
-FORM = CommandForm("generate", GenerateOptions)
+FORM = CommandForm("generate", GenerateOptions, config_keys=True, section="parallel")
 
 
 def run_command(argv: Sequence[str]) -> int:
-    options, _ = read_options(FORM, argv)
+    options, overrides = read_options(FORM, argv)
     if not options.prompt:
         raise UserError('no prompt is given; expected at least one, such as --prompt "def "')
-    options.require_source()
+    return run_on_ranks(["generate", *argv], options, overrides, partial(generate_and_print, options))
 
+
+def generate_and_print(options: GenerateOptions, text_model: TextModel) -> None:
+    """All ranks make the same texts; the first prints them."""
     from moefold.generate.sampling import Sampling  # torch, from here on
     from moefold.train.text_generator import GenerationRequest, TextGenerator
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
     request = GenerationRequest(options.prompt, options.tokens, options.stop, options.chat, sampling)
-    generator = TextGenerator(**options.load_arguments())
+    generator = TextGenerator(text_model)
+    if text_model.executor.world.rank > 0:
+        generator.answer(request)
+        return
     begun = time.perf_counter()
     if len(options.prompt) == 1:
         print_as_it_comes(generator, request)
     else:
         print_answers(request, generator.answer(request))
     print_note(f"{time.perf_counter() - begun:.1f} s")
-    return 0
 
 
 def print_as_it_comes(generator: TextGenerator, request: GenerationRequest) -> None:

@@ -22,6 +22,9 @@ class TextModelOptions:
     """Device to compute on; auto: the GPU, or the CPU where torch sees no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Data type of weights and products; auto: bf16 on a GPU, fp32 on a CPU."""
+    nproc: int = 1
+    """How many ranks to start on this machine. Their layout is the run's own, changed by --parallel.ep 4 and other keys
+    of that section; that of a folder is given by such keys alone."""
 
     def require_source(self) -> None:
         if not self.source.exists():

@@ -1,24 +1,34 @@
 """Log-likelihoods: how likely a model finds given tokens behind given ones. Logits are computed for chunks of
-positions, so that those of a whole batch are never held.
+positions, so that those of a whole batch are never held, and on a tensor-parallel rank for its own words alone.
 
-B sequences, S positions, T = B x S, D width, C positions of a chunk, V vocabulary.
+B sequences, S positions, C positions of a cp rank or of a chunk of them, D width, v words of a rank's vocabulary shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from moefold.comm.collectives import all_gather
 from moefold.generate.next_logits import PADDING, TokenIds
-from moefold.generate.rank_batches import ALONE, Numbers, compute_batches, cut_batches
-from moefold.layout.axes import Axis
+from moefold.generate.rank_batches import cut_batches
+from moefold.kernels.vocabulary.cross_entropy import label_columns, largest_of_shards, log_sum_of_shards
+from moefold.kernels.vocabulary.vocab_shard import VocabShard
 from moefold.layout.labels import IGNORE_INDEX
+from moefold.model.head import Head
+from moefold.model.steps import Carry
 from moefold.model.transformer import Transformer
 
 CHUNK = 512  # positions whose logits are held at once
+NO_WORD = 1 << 62  # behind every vocabulary
+
+# tokens_BS, labels_BS -> (B, 2): the log-probability of a sequence's labels, and how many are not the likeliest token
+ScoreRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class Continuation(NamedTuple):
@@ -35,49 +45,33 @@ class Likelihood(NamedTuple):
     is_greedy: bool
 
 
-class LabelScores(NamedTuple):
-    """(B, S) each: the log-probability of each label, and whether the label is the most likely token; 0 and true where
-    there is no label."""
-
-    log_p_BS: Tensor
-    is_best_BS: Tensor
-
-
 def score_continuations(
-    model: Transformer, continuations: Sequence[Continuation], longest: int, batch: int, ranks: Axis = ALONE
+    score_rows: ScoreRows, continuations: Sequence[Continuation], longest: int, batch: int
 ) -> list[Likelihood]:
-    """One for each, computed in batches of similar lengths, in turn by the ranks. A context that does not fit into
-    `longest` tokens loses its first tokens."""
+    """One for each, computed in batches of similar lengths. A context that does not fit into `longest` tokens loses its
+    first tokens."""
 
     def length_of(number: int) -> int:
         context, tokens = continuations[number]
         return len(context) + len(tokens)
 
-    def score_some(some: Numbers) -> list[Likelihood]:
-        return score_batch(model, [continuations[number] for number in some], longest)
+    every = range(len(continuations))
+    numbers = sorted(every, key=length_of, reverse=True)
+    found: dict[int, Likelihood] = {}
+    for some in cut_batches(numbers, batch):
+        rows = [fit_continuation(continuations[number], longest) for number in some]
+        tokens_BS, labels_BS = labelled_rows(rows)
+        sums_B2 = score_rows(tokens_BS, labels_BS)
+        scores = map(likelihood_of_sums, sums_B2.tolist())
+        pairs = zip(some, scores, strict=True)
+        found.update(pairs)
+    return [found[number] for number in every]
 
-    numbers = sorted(range(len(continuations)), key=length_of, reverse=True)
-    return compute_batches(cut_batches(numbers, batch), score_some, ranks)
 
-
-@torch.no_grad()
-def score_batch(model: Transformer, continuations: Sequence[Continuation], longest: int) -> list[Likelihood]:
-    rows = [fit_continuation(each, longest) for each in continuations]
-    width = max(len(each.context) + len(each.tokens) for each in rows) - 1
-    shape = (len(rows), width)
-    tokens_BS = torch.full(shape, PADDING)
-    labels_BS = torch.full(shape, IGNORE_INDEX)
-    for number, (context, tokens) in enumerate(rows):
-        whole = torch.tensor([*context, *tokens])
-        first = len(context) - 1  # the position whose label is the first token
-        end = len(whole) - 1
-        tokens_BS[number, :end] = whole[:-1]
-        labels_BS[number, first:end] = whole[first + 1 :]
-    device = next(model.parameters()).device
-    scores = score_labels(model, tokens_BS.to(device), labels_BS.to(device))
-    log_p_B = scores.log_p_BS.sum(1).tolist()
-    is_greedy_B = scores.is_best_BS.all(1).tolist()
-    return [Likelihood(*each) for each in zip(log_p_B, is_greedy_B, strict=True)]
+def likelihood_of_sums(sums: list[float]) -> Likelihood:
+    log_p, misses = sums
+    is_greedy = misses == 0
+    return Likelihood(log_p, is_greedy)
 
 
 def fit_continuation(continuation: Continuation, longest: int) -> Continuation:
@@ -88,25 +82,69 @@ def fit_continuation(continuation: Continuation, longest: int) -> Continuation:
     return Continuation(context[-room:], tokens)
 
 
-@torch.no_grad()
-def score_labels(model: Transformer, tokens_BS: Tensor, labels_BS: Tensor) -> LabelScores:
-    """On a rank that holds the whole model."""
-    carry = model.begin(tokens_BS)
-    carry = model.run_bodies(carry)
+def labelled_rows(rows: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
+    """(B, S) each: the tokens with padding behind them, and the labels where there are any."""
+    tokens: list[Tensor] = []
+    labels: list[Tensor] = []
+    for row in rows:
+        inputs, wanted = labelled_row(row)
+        tokens.append(inputs)
+        labels.append(wanted)
+    tokens_BS = pad_sequence(tokens, True, PADDING)
+    labels_BS = pad_sequence(labels, True, IGNORE_INDEX)
+    return tokens_BS, labels_BS
+
+
+def labelled_row(row: Continuation) -> tuple[Tensor, Tensor]:
+    context, tokens = row
+    whole = torch.tensor([*context, *tokens])
+    labels = whole[1:].clone()
+    first = len(context) - 1  # the position whose label is the first token
+    labels[:first] = IGNORE_INDEX
+    return whole[:-1], labels
+
+
+def score_labels(model: Transformer, carry: Carry) -> Tensor:
+    """(B, 2): what `ScoreRows` gives, of the positions of this cp rank; the same on its tp ranks. `carry`: of the end
+    of the last stage's body."""
+    shard = carry["token_shard"]
+    head = model.head
+    assert isinstance(head, Head), "the last stage is elsewhere"
+    labels_BS = carry["labels_BS"]
+    labels_C = shard.slice_for_cp_rank(labels_BS)
     h_TD = model.head_input(carry)
-    labels_T = labels_BS.flatten()
-    pairs = zip(h_TD.split(CHUNK), labels_T.split(CHUNK), strict=True)
-    chunks = [score_chunk(model.head(h_CD), labels_C) for h_CD, labels_C in pairs]
-    log_p, is_best = zip(*chunks, strict=True)
-    return LabelScores(torch.cat(log_p).view_as(labels_BS), torch.cat(is_best).view_as(labels_BS))
+    h_CD = all_gather(h_TD, head.tp)
+    score = partial(score_chunk, head)
+    chunks = map(score, h_CD.split(CHUNK), labels_C.split(CHUNK))
+    scores_C2 = torch.cat(list(chunks))
+    by_sequence = (shard.sequences, -1)
+    scores_BS2 = scores_C2.unflatten(0, by_sequence)
+    return scores_BS2.sum(1)
 
 
-def score_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """In fp64: sums over long texts keep their digits."""
-    has_none_C = labels_C == IGNORE_INDEX
-    index_C1 = labels_C.masked_fill(has_none_C, 0)[:, None]
-    logits_CV = logits_CV.double()
-    label_C = logits_CV.gather(1, index_C1)[:, 0]
-    log_p_C = label_C - logits_CV.logsumexp(1)
-    is_best_C = logits_CV.argmax(1) == index_C1[:, 0]
-    return log_p_C.masked_fill(has_none_C, 0), is_best_C | has_none_C
+def score_chunk(head: Head, h_CD: Tensor, labels_C: Tensor) -> Tensor:
+    """(C, 2): the log-probability of each label, and whether another token is likelier; zeros where there is no label.
+    In fp64: sums over long texts keep their digits."""
+    words = head.words()
+    logits_Cv = head.logits_of_words(h_CD)
+    logits_Cv = logits_Cv.double()
+    held_C1, column_C1 = label_columns(labels_C, logits_Cv, words)
+    found_C1 = logits_Cv.gather(1, column_C1)
+    label_C1 = words.total(found_C1 * held_C1)
+    log_sum_C1 = log_sum_of_shards(logits_Cv, words)
+    log_p_C1 = label_C1 - log_sum_C1
+    labels_C1 = labels_C[:, None]
+    is_other_C1 = likeliest_words(logits_Cv, words) != labels_C1
+    scores_C2 = torch.cat((log_p_C1, is_other_C1), 1)
+    has_none_C1 = labels_C1 == IGNORE_INDEX
+    return scores_C2.masked_fill(has_none_C1, 0)
+
+
+def likeliest_words(logits_Cv: Tensor, words: VocabShard) -> Tensor:
+    """(C, 1): the first of equals, over the shards of all ranks."""
+    largest_C1 = largest_of_shards(logits_Cv, words)
+    own = logits_Cv.max(1, keepdim=True)
+    is_largest_C1 = own.values == largest_C1
+    word_C1 = own.indices + words.first
+    word_C1 = word_C1.where(is_largest_C1, NO_WORD)
+    return -words.largest(-word_C1)

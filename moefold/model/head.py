@@ -14,7 +14,7 @@ from moefold.config.run import ModelConfig
 from moefold.kernels.linear.matmul import plain_product, tiled_product
 from moefold.kernels.vocabulary.cross_entropy import cross_entropy
 from moefold.kernels.vocabulary.token_losses import token_losses
-from moefold.kernels.vocabulary.vocab_shard import VocabShard
+from moefold.kernels.vocabulary.vocab_shard import WHOLE_VOCABULARY, VocabShard
 from moefold.layout.declare import DeclaringModule
 from moefold.model.embedding import Embedding, declare_word_vectors
 from moefold.model.norm import AddNorm
@@ -58,21 +58,25 @@ class Head(DeclaringModule):
     def loss(self, h_CD: Tensor, labels_C: Tensor, by_token: bool = False) -> Tensor:
         """The cross-entropy of the tokens of this cp rank, the same on its tp ranks; the logits of all tokens are never
         held together."""
-        matrix_vD = self.matrix_vD()
         score = self.token_losses if by_token else self.cross_entropy
-        if self.tp.size == 1:
-            return score(h_CD, matrix_vD, labels_C)
+        return score(h_CD, self.matrix_vD(), labels_C, self.words())
+
+    def words(self) -> VocabShard:
+        """The words that this tp rank holds."""
         tp = self.tp
-        first = tp.index * len(matrix_vD)
+        if tp.size == 1:
+            return WHOLE_VOCABULARY
+        first = tp.index * len(self.matrix_vD())
         add_up = partial(all_reduce_no_grad, axis=tp)
         find_max = partial(all_reduce_max_no_grad, axis=tp)
-        words = VocabShard(first, add_up, find_max)
-        return score(h_CD, matrix_vD, labels_C, words)
+        return VocabShard(first, add_up, find_max)
 
     def logits(self, h_CD: Tensor) -> Tensor:
         """All logits of this cp rank's tokens: (C, V)."""
-        matrix_vD = self.matrix_vD()
-        logits_Cv = self.multiply(h_CD, matrix_vD)
-        logits_vC = logits_Cv.T
+        logits_vC = self.logits_of_words(h_CD).T
         logits_VC = all_gather(logits_vC, self.tp)
         return logits_VC.T
+
+    def logits_of_words(self, h_CD: Tensor) -> Tensor:
+        """The logits of the words that this tp rank holds: (C, v)."""
+        return self.multiply(h_CD, self.matrix_vD())

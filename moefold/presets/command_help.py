@@ -41,8 +41,9 @@ def help_screen(form: CommandForm[Any]) -> str:
         meaning = option_meaning(option, meanings)
         lines += option_lines(option_heading(option), meaning)
     if form.config_keys:
-        lines += option_lines("--help [SECTION]", f"This text, or the keys of a section, or of {ALL_SECTIONS} sections")
-        lines += ["", *section_lines(form.name)]
+        sections = form.section or "a section, or of all sections"
+        lines += option_lines("--help [SECTION]", f"This text, or the keys of {sections}")
+        lines += ["", *section_lines(form)]
     else:
         lines += option_lines("--help", "This text")
     return "\n".join(lines)
@@ -110,16 +111,17 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 # ---- configuration keys
 
 
-def section_lines(command: str) -> list[str]:
+def section_lines(form: CommandForm[Any]) -> list[str]:
     """The sections with the number of their keys, and how to set and to list keys."""
-    inside = [key.path for key in tiny_keys() if "." in key.path]
+    inside = [key.path for key in tiny_keys() if "." in key.path and form.takes_key(key.path)]
     counts = Counter(path.partition(".")[0] for path in inside)
     counted = [f"{section} ({count})" for section, count in counts.items()]
     listed = ", ".join(counted)
+    example = "--parallel.ep 4 or parallel.ep=4" if form.section else "--train.steps 20 or train.steps=20"
     return [
-        "Configuration keys by section, set as --train.steps 20 or train.steps=20:",
+        f"Configuration keys by section, set as {example}:",
         *wrapped(listed, 2),
-        f"moefold {command} --help optim lists the keys of a section.",
+        f"moefold {form.name} --help {form.section or 'optim'} lists the keys of a section.",
     ]
 
 

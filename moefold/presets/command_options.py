@@ -19,6 +19,7 @@ import tyro
 
 from moefold.config.errors import UserError, printable_text
 from moefold.config.keys import TYPES_IN_WORDS, iterate_keys
+from moefold.config.read import parse_overrides
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_help import help_text
 from moefold.presets.declared_options import declared_options
@@ -32,8 +33,9 @@ HELP_WORDS = ("--help", "-h")
 KEY_AND_VALUE = re.compile(r"[A-Za-z_][\w.]*=")
 
 
-def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words of the command's own options, and words that override the configuration."""
+def split_overrides(options: type[Any], argv: Sequence[str], section: str = "") -> tuple[list[str], list[str]]:
+    """Words of the command's own options, and words that override the configuration. `section`: where keys of one
+    section alone are taken, `name=value` of other names is a word of its own, such as a prompt."""
     own = {"help"}
     for option in fields(options):
         own.update(option_spellings(option.name))
@@ -45,7 +47,7 @@ def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str],
     words = deque(argv)
     while words:
         word = words.popleft()
-        if KEY_AND_VALUE.match(word):
+        if KEY_AND_VALUE.match(word) and word.startswith(section):
             word = f"--{word}"
         if not word.startswith("--") or option_name(word) in own:
             mine.append(word)
@@ -88,7 +90,7 @@ def read_options(form: CommandForm[T], argv: Sequence[str]) -> tuple[T, list[str
     """The command's options and the overrides. `--help` prints the command's help and exits."""
     mine, overrides = list(argv), []
     if form.config_keys:
-        mine, overrides = split_overrides(form.options, argv)
+        mine, overrides = split_overrides(form.options, argv, form.section)
     for position, word in enumerate(mine):
         if word in HELP_WORDS:
             following = mine[position + 1 :]
@@ -96,8 +98,22 @@ def read_options(form: CommandForm[T], argv: Sequence[str]) -> tuple[T, list[str
             print(help_text(form, *topics[:1]), flush=True)
             raise SystemExit(0)
     refuse_misspelt_option(form.options, overrides)
+    refuse_other_sections(form, overrides)
     refuse_illegal_numbers(form.options, mine)
     return parse_own_options(form, mine), overrides
+
+
+def refuse_other_sections(form: CommandForm[Any], overrides: Sequence[str]) -> None:
+    """Refuse keys of other sections, where those of one alone are taken."""
+    if not form.section:
+        return
+    given = parse_overrides(overrides)
+    for path in given:
+        if "." in path and not form.takes_key(path):
+            raise UserError(
+                f"moefold {form.name} takes keys of {form.section} alone, not {printable_text(path)}; "
+                f"`moefold {form.name} --help {form.section}` lists them"
+            )
 
 
 def parse_own_options(form: CommandForm[T], words: Sequence[str]) -> T:

@@ -44,7 +44,7 @@ from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import with_values
 from moefold.config.run import TRAINED, Config, DataConfig, LoraConfig, ModelConfig
 from moefold.data.tokenizer import STDLIB_ENTRIES, STDLIB_TOKENIZER
-from moefold.layout.axes import single_rank_world
+from moefold.layout.axes import World, single_rank_world
 from moefold.layout.dtypes import DTYPES
 from moefold.observe.printer import Printer
 from moefold.train.layerwise_logits import logits_by_layer
@@ -234,8 +234,9 @@ def source_from_folder(path: Path) -> WeightSource:
     return WeightSource(described.model, fetch_box, saved_dtype, path, length)
 
 
-def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
-    found = find_checkpoint(path, single_rank_world(), say)
+def source_from_checkpoint(path: Path, say: Printer, world: World | None = None) -> WeightSource:
+    """`world`: the ranks that read it together, one if not said."""
+    found = find_checkpoint(path, world or single_rank_world(), say)
     if found is None:
         raise UserError(f"{path} is neither a run, nor a checkpoint, nor a folder with config.json and safetensors")
     problems: dict[str, str] = {}

@@ -19,6 +19,7 @@ from moefold.generate.sampling import Sampling
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.layout.past_keys import PastKeys
 from moefold.model.steps import Carry
+from moefold.pipeline.executor import Executor
 from moefold.train.assemble import Run
 from moefold.train.step import sum_over_ranks
 
@@ -93,50 +94,65 @@ def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:
     tokens = tokens[-longest:]
     count = tokens_that_fit([tokens], longest, config.train.sample_tokens)
     sampling = Sampling(temperature, seed=config.train.seed)
-    source = next_logits_of(run)
+    source = next_logits_of(run.executor)
     with evaluating(run.model):
         for (token,) in decode_tokens(source, [tokens], sampling, count, run.tokenizer.size):
             tokens.append(token)
     return run.tokenizer.decode(tokens)
 
 
-def next_logits_of(run: Run) -> NextLogits:
-    """Next logits of a run's model, on every rank: with a cache where ranks hold whole sequences, else by windows."""
-    multiple = sequence_multiple(run.config.parallel)
-    if multiple > 1 or cache_problems(run.config.model):
-        return WindowLogits(partial(window_logits, run, multiple), run.world.device)
-    return CachedLogits(partial(cached_logits, run), run.world.device)
+def next_logits_of(executor: Executor) -> NextLogits:
+    """Next logits of a model on any layout, on every rank: with a cache where ranks hold whole sequences, else by
+    windows. Ranks that send each other tokens (ep, etp) are given the same prompts."""
+    config = executor.config
+    device = executor.world.device
+    multiple = sequence_multiple(config.parallel)
+    if multiple > 1 or cache_problems(config.model):
+        return WindowLogits(partial(window_logits, executor, multiple), device)
+    return CachedLogits(partial(cached_logits, executor), device)
 
 
-def cached_logits(run: Run, tokens_BS: Tensor, begins_BS: Tensor | None, past: PastKeys) -> Tensor:
+def cached_logits(executor: Executor, tokens_BS: Tensor, begins_BS: Tensor | None, past: PastKeys) -> Tensor:
     """(B, V): the logits behind the last position."""
     batch = Batch(tokens_BS, tokens_BS, begins_BS=begins_BS, past=past)
-    return last_stage_logits(run, batch, run.model.last_logits)
+    return agreed_logits(executor, batch, executor.model.last_logits)
 
 
-def window_logits(run: Run, multiple: int, tokens: TokenIds) -> Tensor:
+def window_logits(executor: Executor, multiple: int, tokens: TokenIds) -> Tensor:
     """(V,): the logits behind the last token. The window is padded to a length that splits over ranks; attention is
     causal, so padding behind the last token changes nothing (but counts where experts have a capacity)."""
     missing = -len(tokens) % multiple
     window = [*tokens, *[0] * missing]
-    window_1S = torch.tensor([window], device=run.world.device)
+    window_1S = torch.tensor([window], device=executor.world.device)
     last = len(tokens) - 1
 
     def read_logits(carry: Carry) -> Tensor:
-        logits_1SV = run.model.logits_from_carry(carry)
+        logits_1SV = executor.model.logits_from_carry(carry)
         return logits_1SV[:, last]
 
-    logits_1V = last_stage_logits(run, Batch(window_1S, window_1S), read_logits)
+    logits_1V = agreed_logits(executor, Batch(window_1S, window_1S), read_logits)
     return logits_1V[0]
 
 
-def last_stage_logits(run: Run, batch: Batch, read_logits: Callable[[Carry], Tensor]) -> Tensor:
-    """Logits (B, V) in fp32, on every rank: ranks without the last stage add zeros."""
+def agreed_logits(executor: Executor, batch: Batch, read_logits: Callable[[Carry], Tensor]) -> Tensor:
+    """Logits (B, V) in fp32 or better, on every rank: ranks without the last stage add zeros. Where ranks send each
+    other tokens, all have the first one's: a row's bits may depend on its place in an expert's product, and ranks that
+    draw other tokens would no longer make the same texts."""
+    world = executor.world
     sequences = len(batch.tokens_BS)
-    logits_BV = torch.zeros(sequences, run.config.model.vocab, device=run.world.device)
+    shape = (sequences, executor.config.model.vocab)
+    any_weight = next(executor.model.parameters())
+    wide = torch.promote_types(any_weight.dtype, torch.float32)
+    logits_BV = any_weight.new_zeros(shape, dtype=wide)
+    shares_experts = world.ep_etp.size > 1
+    is_first = world.dp.index == 0
 
     def keep_logits(carry: Carry) -> None:
-        logits_BV.copy_(read_logits(carry))
+        found_BV = read_logits(carry)
+        if is_first or not shares_experts:
+            logits_BV.copy_(found_BV)
 
-    run.executor.forward_only([batch], keep_logits)
-    return all_reduce_no_grad(logits_BV, run.world.axis("pp"))
+    executor.forward_only([batch], keep_logits)
+    if shares_experts:
+        all_reduce_no_grad(logits_BV, world.dp)
+    return all_reduce_no_grad(logits_BV, world.pp)

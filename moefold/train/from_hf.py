@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,13 +13,16 @@ from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.checkpoint.hf.read_weights import FolderWeights, load_folder_weights
 from moefold.checkpoint.live.logical_tensors import torch_dtype_text
 from moefold.config.errors import one_of
-from moefold.config.rules import check_config
-from moefold.config.run import Config, DataConfig, ModelConfig, TrainConfig
+from moefold.config.run import Config, ParallelConfig
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.dtypes import DTYPES
 from moefold.model.transformer import Transformer
 from moefold.observe.printer import Printer, print_nothing
-from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values
+from moefold.observe.trace import SpanRecorder
+from moefold.pipeline.executor import Executor
+from moefold.shard.gradients import Gradients
+from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values, resolve_context, resolve_dispatcher
+from moefold.train.evaluation_config import evaluation_config, require_evaluation
 
 WeightFiller = Callable[[Transformer], None]
 MakeFiller = Callable[[Config, World], WeightFiller]
@@ -37,25 +41,38 @@ def from_hf(
     def make_filler(config: Config, world: World) -> WeightFiller:
         return starting_weights(folder.path, config, world, print_nothing)
 
-    return build_to_evaluate(described.model, precision, device, seq_len, make_filler)
-
-
-def build_to_evaluate(
-    model: ModelConfig, precision: str, device: str, seq_len: int, make_filler: MakeFiller
-) -> Transformer:
-    """A model on one rank, in evaluation mode. The configuration is as a run would have it, so that kernels are chosen
-    and rules checked in the same way."""
-    kind = "cpu" if device == "cpu" else "cuda"
-    train = TrainConfig(device=kind, precision=precision)  # pyright: ignore[reportArgumentType]
-    data = DataConfig(seq_len=seq_len, tokenizer="tokenizer.json")  # not opened here
-    config = Config(model=model, data=data, train=train)
+    alone = ParallelConfig()
     world = single_rank_world(device)
+    config = evaluation_config(described.model, alone, seq_len, 1)
+    executor = build_to_evaluate(config, precision, world, make_filler)
+    return executor.model
+
+
+def build_to_evaluate(config: Config, precision: str, world: World, make_filler: MakeFiller) -> Executor:
+    """This rank's part of a model in evaluation mode, with what runs it forward. `config`: an evaluation's."""
+    train = replace(config.train, precision=precision)
+    config = replace(config, train=train)
     config = resolve_auto_values(config, world)
-    config = check_config(config, 1)
+    require_evaluation(config, world.size)
+    config, _ = resolve_context(config, world)
+    config, _ = resolve_dispatcher(config, world)
+    config = without_symmetric_memory(config)
     kernels = choose_kernels(config, world)
     fill_weights = make_filler(config, world)
-    built = build_model(config, world, kernels, fill_weights)
-    return built.eval()
+    model = build_model(config, world, kernels, fill_weights)
+    model = model.eval()
+    no_gradients = Gradients([], world)
+    spans = SpanRecorder(world.rank)
+    return Executor(config, model, no_gradients, world, spans)
+
+
+def without_symmetric_memory(config: Config) -> Config:
+    """The configuration with `dedup` for `symmetric`, which sends by it where a model is not trained: the memory of its
+    rooms would be held for nothing."""
+    parallel = config.parallel
+    if parallel.dispatcher == "symmetric":
+        parallel = replace(parallel, dispatcher="dedup")
+    return replace(config, parallel=parallel)
 
 
 def starting_weights(path: Path, config: Config, world: World, say: Printer) -> WeightFiller:

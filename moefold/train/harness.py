@@ -132,7 +132,7 @@ class HarnessModel(TemplateLM):
             _, options = asked[number]
             by_options.setdefault(repr(options), []).append(number)
         batches = [some for numbers in by_options.values() for some in cut_batches(numbers, self.batch)]
-        return compute_batches(batches, generate_some, self.text_model.ranks)
+        return compute_batches(batches, generate_some, self.text_model.ranks_with_other_prompts)
 
 
 def generate_texts(generator: TextGenerator, prompts: Sequence[TokenIds], options: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A text generator: texts behind prompts, by a text model on one rank."""
+"""A text generator: texts behind prompts, by a text model on one rank, or on several with the same prompts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from moefold.data.chat import Chat
 from moefold.data.samples import open_template
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer, read_token_options
 from moefold.generate.decode import check_prompts, decode_tokens, tokens_that_fit
-from moefold.generate.next_logits import TokenIds, model_logits
+from moefold.generate.next_logits import NextLogits, TokenIds, model_logits
 from moefold.generate.sampling import Sampling
 from moefold.generate.text_stream import TextStream
+from moefold.train.evaluate import next_logits_of
 from moefold.train.text_model import TextModel, load_text_model
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class TextGenerator:
         self.tokenizer = self.text_model.tokenizer
         self.longest = self.text_model.longest
         self.ends = end_token_ids(self.tokenizer)
-        self.source = model_logits(self.text_model.model)
+        self.source = next_logits_of_text_model(self.text_model)
 
     def generate(
         self,
@@ -100,6 +101,17 @@ class TextGenerator:
         message = {"role": "user", "content": text}
         rendered = render_messages(self.tokenizer, [message])
         return self.tokenizer.encode(rendered).tolist()
+
+
+def next_logits_of_text_model(text_model: TextModel) -> NextLogits:
+    """On a rank that holds the whole model with a recorder, where there is a GPU."""
+    executor = text_model.executor
+    world = executor.world
+    holds_all_layers = world.dp.size == world.size
+    holds_all_experts = world.ep_etp.size == 1
+    if holds_all_layers and holds_all_experts:
+        return model_logits(text_model.model)
+    return next_logits_of(executor)
 
 
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:

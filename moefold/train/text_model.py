@@ -1,9 +1,11 @@
-"""A text model: the model and the tokenizer of a run, a checkpoint or a Hugging Face folder, whole on every rank."""
+"""A text model: the model and the tokenizer of a run, a checkpoint or a Hugging Face folder, on one rank or cut over
+several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,14 +13,15 @@ import torch
 from moefold.checkpoint.format.boxes import box_slices, relative_box
 from moefold.checkpoint.hf.read_weights import expert_boxes, local_tensors
 from moefold.config.errors import UserError
-from moefold.config.run import TRAINED, CapacityConfig, Config, ModelConfig
+from moefold.config.run import TRAINED, Config, ParallelConfig
 from moefold.data.tokenizer import HuggingFaceTokenizer, Tokenizer, choose_tokenizer, load_tokenizer
 from moefold.generate.likelihood import Continuation, Likelihood, score_continuations
 from moefold.generate.next_logits import TokenIds
 from moefold.generate.rank_batches import ALONE
-from moefold.layout.axes import Axis, World
+from moefold.layout.axes import Axis, World, single_rank_world
 from moefold.model.transformer import Transformer
 from moefold.observe.printer import Printer, print_nothing
+from moefold.pipeline.executor import Executor
 from moefold.train.convert import (
     DEFAULT_LENGTH,
     WeightSource,
@@ -26,21 +29,34 @@ from moefold.train.convert import (
     source_from_checkpoint,
     source_from_folder,
 )
+from moefold.train.evaluation_config import evaluation_config, without_capacity
 from moefold.train.from_hf import WeightFiller, build_to_evaluate, starting_weights
+from moefold.train.row_scores import score_rows
 from moefold.train.run_vocabulary import VOCABULARY_FILE
+
+WHOLE_ON_A_RANK = ParallelConfig()
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """`longest`: tokens of the longest sequence. `is_published`: from a Hugging Face folder. `step`: of the checkpoint.
-    `ranks`: those that hold the same model and share the work."""
+    """`executor` runs this rank's part of the model forward. `longest`: tokens of the longest sequence. `is_published`:
+    from a Hugging Face folder. `step`: of the checkpoint."""
 
-    model: Transformer
+    executor: Executor
     tokenizer: Tokenizer
     longest: int
     is_published: bool
     step: int | None = None
-    ranks: Axis = ALONE
+
+    @property
+    def model(self) -> Transformer:
+        return self.executor.model
+
+    @property
+    def ranks_with_other_prompts(self) -> Axis:
+        """Those that may generate text behind prompts of their own: they send each other no tokens."""
+        world = self.executor.world
+        return ALONE if world.ep_etp.size > 1 else world.dp
 
     def encode(self, text: str) -> TokenIds:
         """As published tokenizers encode a text, with the token that begins it; as training encoded texts for a run."""
@@ -50,7 +66,11 @@ class TextModel:
         return tokenizer.encode(text).tolist()
 
     def score(self, continuations: Sequence[Continuation], batch: int) -> list[Likelihood]:
-        return score_continuations(self.model, continuations, self.longest, batch, self.ranks)
+        """`batch`: sequences that a data-parallel rank computes at once. Every rank calls this, and has all results."""
+        world = self.executor.world
+        rows = batch * world.dp.size
+        score = partial(score_rows, self.executor)
+        return score_continuations(score, continuations, self.longest, rows)
 
 
 def load_text_model(
@@ -59,13 +79,18 @@ def load_text_model(
     precision: str = "auto",
     seq_len: int = DEFAULT_LENGTH,
     say: Printer = print_nothing,
-    ranks: Axis = ALONE,
+    world: World | None = None,
+    parallel: ParallelConfig = WHOLE_ON_A_RANK,
 ) -> TextModel:
     """`path` is a run, one of its checkpoints or a Hugging Face folder. `precision` auto: bf16 on a GPU, fp32 on a CPU.
-    `seq_len`: the longest sequence, at most the model's own."""
+    `seq_len`: the longest sequence, at most the model's own. `world`: the ranks that load it together, each its part by
+    the layout `parallel`, in place of one rank on `device`."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = world or single_rank_world(device)
     folder = Path(path)
     is_published = (folder / "config.json").is_file()
-    source = source_from_folder(folder) if is_published else source_from_checkpoint(folder, say)
+    source = source_from_folder(folder) if is_published else source_from_checkpoint(folder, say, world)
     tokenizer = open_tokenizer(folder, source)
     longest = min(seq_len, longest_sequence(source))
 
@@ -74,17 +99,10 @@ def load_text_model(
             return starting_weights(folder, config, world, say)
         return checkpoint_filler(source)
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     described = without_capacity(source.model)
-    model = build_to_evaluate(described, precision, device, longest, make_filler)
-    return TextModel(model, tokenizer, longest, is_published, source.step, ranks)
-
-
-def without_capacity(model: ModelConfig) -> ModelConfig:
-    """The model with experts that drop nothing: a capacity is counted over a batch, which a generated token has not."""
-    moe = replace(model.moe, capacity=CapacityConfig())
-    return replace(model, moe=moe)
+    config = evaluation_config(described, parallel, longest, world.size)
+    executor = build_to_evaluate(config, precision, world, make_filler)
+    return TextModel(executor, tokenizer, longest, is_published, source.step)
 
 
 def checkpoint_filler(source: WeightSource) -> WeightFiller:

@@ -9,6 +9,10 @@ import pytest
 
 from moefold.cli import eval as eval_command
 from moefold.cli.main import run_command_line
+from moefold.cli.text_model_options import TextModelOptions
+from moefold.cli.text_model_ranks import layout_on_ranks
+from moefold.config.errors import UserError
+from moefold.config.run import ParallelConfig
 from moefold.observe.metrics import read_records
 from tests.support.runs import SMALL, corpus
 
@@ -45,15 +49,39 @@ def test_several_ranks_have_the_results_of_one_and_the_run_keeps_them(
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(40)))
     words = ["eval", str(run), "--files", str(text), "--device", "cpu", "--dtype", "fp64", "--batch", "2", "--json"]
     found: list[dict[str, float]] = []
-    for ranks in ("1", "2"):
+    for layout in ([], ["--nproc", "2"], ["--nproc", "2", "parallel.ep=2"]):
         capfd.readouterr()
-        assert run_command_line([*words, "--nproc", ranks]) == 0
+        assert run_command_line([*words, *layout]) == 0
         told = json.loads(capfd.readouterr().out.splitlines()[-1])
         assert told["step"] == 2
         found.append(told["results"][str(text)])
     assert found[0] == pytest.approx(found[1], rel=1e-12)
-    kept = [record["results"][str(text)] for record in read_records(run / "evaluations.jsonl")[-2:]]
+    assert found[0] == pytest.approx(found[2], rel=1e-12)
+    kept = [record["results"][str(text)] for record in read_records(run / "evaluations.jsonl")[-3:]]
     assert kept == found
+
+
+@pytest.mark.extended
+def test_ranks_fold_as_the_run_was_trained_unless_keys_say_otherwise(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = str(tmp_path / "out")
+    argv = ["train", "tiny", *SMALL, *corpus(tmp_path), "--train.device", "cpu", "--out", out, "--train.steps", "1"]
+    assert run_command_line([*argv, "--nproc", "2", "--parallel.tp", "2", "--checkpoint.every", "1"]) == 0
+    source = TextModelOptions(Path(out))
+    assert layout_on_ranks(source, [], 1) == ParallelConfig()
+    assert layout_on_ranks(source, [], 2) == ParallelConfig(tp=2)
+    assert layout_on_ranks(source, ["--parallel.ep", "4"], 4) == ParallelConfig(tp=2, ep=4)
+    with pytest.raises(UserError, match=r"does not divide the number of ranks, 3"):
+        layout_on_ranks(source, [], 3)
+    words = [out, "--device", "cpu", "--dtype", "fp64"]
+    texts: list[str] = []
+    for ranks in ("1", "2"):
+        capfd.readouterr()
+        assert run_command_line(["generate", *words, "--nproc", ranks, "--prompt", "def ", "--tokens", "6"]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1]
 
 
 def test_a_task_of_the_harness_is_refused_with_the_cure_where_the_harness_is_missing(
@@ -72,6 +100,9 @@ REFUSED = {
     "no folder of tasks": (["--task-folder", "nowhere"], "--task-folder nowhere"),
     "a chat without tasks": (["--chat"], "--chat acts on tasks of lm-evaluation-harness alone"),
     "no ranks": (["--nproc", "0"], "--nproc 0"),
+    "a layout of more ranks": (["--parallel.ep", "2"], "does not divide the number of ranks, 1"),
+    "a layout that cuts no model so": (["--nproc", "3", "--parallel.ep", "3"], "parallel.ep = 3 does not divide"),
+    "a key of training": (["--train.steps", "5"], "moefold eval takes keys of parallel alone, not train.steps"),
 }
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from moefold.checkpoint.hf.config_json import describe_model
+from moefold.checkpoint.hf.model_folder import open_model_folder
+from moefold.config.run import Config, ParallelConfig
 from moefold.generate import likelihood
-from moefold.generate.likelihood import Continuation, Likelihood, score_continuations
-from moefold.model.transformer import Transformer
-from moefold.train.from_hf import from_hf
+from moefold.generate.likelihood import Continuation, Likelihood, ScoreRows, score_continuations
+from moefold.layout.axes import World, single_rank_world
+from moefold.observe.printer import print_nothing
+from moefold.train.evaluation_config import evaluation_config
+from moefold.train.from_hf import WeightFiller, build_to_evaluate, starting_weights
+from moefold.train.row_scores import score_rows
 from tests.support.hf_models import CASES, make, save, tokens
 
 LONGEST = 24
@@ -29,10 +36,17 @@ def plain_likelihood(theirs: torch.nn.Module, continuation: Continuation) -> Lik
     return Likelihood(chosen.sum().item(), bool((rows.argmax(1) == index).all()))
 
 
-def model_pair(case: str, folder: Path) -> tuple[torch.nn.Module, Transformer]:
+def model_pair(case: str, folder: Path) -> tuple[torch.nn.Module, ScoreRows]:
     kind, options = CASES[case]
     theirs = make(kind, **options).double().eval()
-    return theirs, from_hf(save(theirs, folder), dtype=torch.float64, seq_len=LONGEST)
+    save(theirs, folder)
+
+    def fill_from_folder(config: Config, world: World) -> WeightFiller:
+        return starting_weights(folder, config, world, print_nothing)
+
+    described = describe_model(open_model_folder(folder))
+    config = evaluation_config(described.model, ParallelConfig(), LONGEST, 1)
+    return theirs, partial(score_rows, build_to_evaluate(config, "fp64", single_rank_world(), fill_from_folder))
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek v3", "gpt-oss"])

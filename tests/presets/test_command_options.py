@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from moefold.cli.generate import GenerateOptions
 from moefold.cli.main import run_command_line
 from moefold.cli.train import TrainOptions
 from moefold.presets.command_options import split_overrides
@@ -44,6 +45,20 @@ def test_a_switch_may_be_said_without_a_value(words: str, overrides: list[str]):
 )
 def test_a_key_may_be_said_without_dashes(words: str, mine: list[str], overrides: list[str]):
     assert split_overrides(TrainOptions, words.split()) == (mine, overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "mine", "overrides"),
+    [
+        ("run --prompt x=1 y=2", ["run", "--prompt", "x=1", "y=2"], []),  # prompts, not keys
+        ("run parallel.ep=2 --tokens 5", ["run", "--tokens", "5"], ["--parallel.ep=2"]),
+        ("run --parallel.ep 2 --prompt a", ["run", "--prompt", "a"], ["--parallel.ep", "2"]),
+    ],
+)
+def test_where_keys_of_one_section_are_taken_other_words_with_a_sign_are_values(
+    words: str, mine: list[str], overrides: list[str]
+):
+    assert split_overrides(GenerateOptions, words.split(), "parallel") == (mine, overrides)
 
 
 @pytest.mark.parametrize("words", ["doctor parity", "doctor", "train"])
