@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.cli.text_model_options import TextModelOptions, print_note
-from moefold.cli.text_model_ranks import run_on_ranks
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
@@ -56,6 +55,9 @@ FORM = CommandForm("eval", EvalOptions, config_keys=True, section="parallel")
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
     check_options(options)
+
+    from moefold.cli.text_model_ranks import run_on_ranks  # checkpoints and starts, which --help does without
+
     return run_on_ranks(["eval", *argv], options, overrides, partial(evaluate_and_report, options))
 
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moefold.cli.text_model_options import TextModelOptions, print_note
-from moefold.cli.text_model_ranks import run_on_ranks
 from moefold.config.errors import UserError
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
@@ -52,6 +51,9 @@ def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
     if not options.prompt:
         raise UserError('no prompt is given; expected at least one, such as --prompt "def "')
+
+    from moefold.cli.text_model_ranks import run_on_ranks  # checkpoints and starts, which --help does without
+
     return run_on_ranks(["generate", *argv], options, overrides, partial(generate_and_print, options))
 
 
