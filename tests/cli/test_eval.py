@@ -9,10 +9,6 @@ import pytest
 
 from moefold.cli import eval as eval_command
 from moefold.cli.main import run_command_line
-from moefold.cli.text_model_options import TextModelOptions
-from moefold.cli.text_model_ranks import layout_on_ranks
-from moefold.config.errors import UserError
-from moefold.config.run import ParallelConfig
 from moefold.observe.metrics import read_records
 from tests.support.runs import SMALL, corpus
 
@@ -59,29 +55,6 @@ def test_several_ranks_have_the_results_of_one_and_the_run_keeps_them(
     assert found[0] == pytest.approx(found[2], rel=1e-12)
     kept = [record["results"][str(text)] for record in read_records(run / "evaluations.jsonl")[-3:]]
     assert kept == found
-
-
-@pytest.mark.extended
-def test_ranks_fold_as_the_run_was_trained_unless_keys_say_otherwise(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    out = str(tmp_path / "out")
-    argv = ["train", "tiny", *SMALL, *corpus(tmp_path), "--train.device", "cpu", "--out", out, "--train.steps", "1"]
-    assert run_command_line([*argv, "--nproc", "2", "--parallel.tp", "2", "--checkpoint.every", "1"]) == 0
-    source = TextModelOptions(Path(out))
-    assert layout_on_ranks(source, [], 1) == ParallelConfig()
-    assert layout_on_ranks(source, [], 2) == ParallelConfig(tp=2)
-    assert layout_on_ranks(source, ["--parallel.ep", "4"], 4) == ParallelConfig(tp=2, ep=4)
-    with pytest.raises(UserError, match=r"does not divide the number of ranks, 3"):
-        layout_on_ranks(source, [], 3)
-    words = [out, "--device", "cpu", "--dtype", "fp64"]
-    texts: list[str] = []
-    for ranks in ("1", "2"):
-        capfd.readouterr()
-        assert run_command_line(["generate", *words, "--nproc", ranks, "--prompt", "def ", "--tokens", "6"]) == 0
-        texts.append(capfd.readouterr().out)
-    assert texts[0] == texts[1]
 
 
 def test_a_task_of_the_harness_is_refused_with_the_cure_where_the_harness_is_missing(

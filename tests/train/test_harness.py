@@ -142,6 +142,31 @@ def test_tasks_from_local_files_have_the_figures_of_transformers(
     assert found["answers"]["exact_match"] == 0.8
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["tp", "ep"])
+def test_two_ranks_of_a_layout_have_the_figures_of_one(
+    layout: str,
+    published: tuple[Any, Any, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    theirs, tokenizer, path = published
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    questions = [entry["question"] for entry in QUESTIONS]
+    answers = [{"question": text, "answer": generated(theirs, tokenizer, text)} for text in questions]
+    write_tasks(tmp_path, {"choices": QUESTIONS, "texts": [{"text": text} for text in TEXTS], "answers": answers})
+    options = ["--json", "--device", "cpu", "--dtype", "fp64", "--seq-len", "32", "--batch", "2"]
+    words = ["eval", str(path), "--task-folder", str(tmp_path), *options, "--tasks", "choices,texts,answers"]
+    capfd.readouterr()
+    assert run_command_line([*words, "--nproc", "2", f"--parallel.{layout}", "2"]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])["results"]
+    assert found["choices"]["acc"] == expected_accuracy(theirs, tokenizer)
+    assert found["texts"]["bits_per_byte"] == pytest.approx(expected_bits(theirs, tokenizer, 32), rel=FP32)
+    assert found["answers"]["exact_match"] == 1.0
+
+
 def test_questions_in_a_chat_template_have_the_texts_and_scores_of_the_harness_own_class(
     published: tuple[Any, Any, Path],
 ):
