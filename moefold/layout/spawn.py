@@ -297,7 +297,8 @@ def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[
         code = 2
         first = codes.index(code)
     report_failed_rank(first, code, logs[first])
-    print("the other ranks were stopped; what was committed is safe: continue with --resume auto", file=sys.stderr)
+    if code != 2:  # input that must change first
+        print("the other ranks were stopped; what was committed is safe: continue with --resume auto", file=sys.stderr)
     cause = f"rank {first} {ending_in_words(code)}"
     return RanksEnd(code if code > 0 else 1, cause)
 

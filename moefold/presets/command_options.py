@@ -111,7 +111,7 @@ def refuse_other_sections(form: CommandForm[Any], overrides: Sequence[str]) -> N
     for path in given:
         if "." in path and not form.takes_key(path):
             raise UserError(
-                f"moefold {form.name} takes keys of {form.section} alone, not {printable_text(path)}; "
+                f"{form.name} takes keys of the section {form.section} alone, not {printable_text(path)}; "
                 f"`moefold {form.name} --help {form.section}` lists them"
             )
 

@@ -75,7 +75,7 @@ REFUSED = {
     "no ranks": (["--nproc", "0"], "--nproc 0"),
     "a layout of more ranks": (["--parallel.ep", "2"], "does not divide the number of ranks, 1"),
     "a layout that cuts no model so": (["--nproc", "3", "--parallel.ep", "3"], "parallel.ep = 3 does not divide"),
-    "a key of training": (["--train.steps", "5"], "moefold eval takes keys of parallel alone, not train.steps"),
+    "a key of training": (["--train.steps", "5"], "eval takes keys of the section parallel alone, not train.steps"),
 }
 
 
