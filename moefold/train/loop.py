@@ -35,6 +35,7 @@ from moefold.dispatch.price import clones_in_words
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
+from moefold.observe.gpu_meter import GpuMeter
 from moefold.observe.metrics import JsonLines, MetricsSink, TensorBoard
 from moefold.observe.printer import Printer, print_line, print_nothing
 from moefold.observe.process_memory import peak_memory_gib
@@ -363,6 +364,7 @@ class RunRecorder:
         self.spikes = spikes
         self.times = times
         self.dead_experts = DeadExpertWatch()
+        self.gpu_meter = GpuMeter(run.world.device)
         config = run.config
         self.flops = run_flops_per_token(config)
         self.label_bytes = bytes_per_label(run) if run.world.rank == 0 else 0.0
@@ -409,6 +411,7 @@ class RunRecorder:
         values["tflops"] = round(tflops, 6)
         values["seconds"] = round(report.seconds, 6)
         values["memory_gib"] = round(peak_memory_gib(self.run.world.device), 4)
+        values |= self.gpu_meter.read()
         if report.waste is not None:
             values["waste"] = round(report.waste, 4)
         return values | balance

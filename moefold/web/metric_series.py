@@ -8,7 +8,8 @@ from moefold.observe.metrics import Record
 from moefold.web.downsample import NOTHING_TOLD, ChangedColumns, DownsampledSeries
 from moefold.web.page_numbers import MOST_STEPS, JsonObject, as_float_array, round_significant, rounded_values
 
-CURVE_METRICS = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "tflops", "memory_gib")
+GPU_CURVES = ("gpu_watts", "gpu_celsius", "gpu_busy", "gpu_mhz")  # in runs on GPUs
+CURVE_METRICS = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "tflops", "memory_gib", *GPU_CURVES)
 CLONE_CURVES = ("rank_rows", "rank_rows_without")  # of the worst layer, in runs that clone hot experts
 DERIVED_CURVES = ("worst_violation", "mean_violation", "elapsed", *CLONE_CURVES)
 LAYER_METRICS = ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes")

@@ -102,6 +102,19 @@ def test_a_browser_draws_every_plot_without_an_error(runs: int, tmp_path: Path):
 
 @pytest.mark.page
 @without_browser
+def test_a_browser_draws_what_the_driver_of_a_gpu_measured(tmp_path: Path):
+    folder = run_folder(tmp_path / "a")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measured = {"gpu_watts": 612.5, "gpu_celsius": 61, "gpu_busy": 0.98, "gpu_mhz": 1755}
+    write_lines(folder / "metrics.jsonl", [line | (measured if line["step"] % 2 else {}) for line in lines])
+    document = drawn(render_report([folder]), tmp_path)
+    assert document.count(" over steps") == 7 + 4
+    titles = re.findall(r"<h3[^>]*>([^<]*)</h3>", document)
+    assert "Power (W)" in titles, titles
+
+
+@pytest.mark.page
+@without_browser
 def test_a_browser_draws_a_run_of_which_little_is_known(tmp_path: Path):
     folder = run_folder(tmp_path / "a")
     write_lines(folder / "metrics.jsonl", [{"step": 0, "val_loss": 5.5}])

@@ -72,6 +72,15 @@ function training() {
   );
 }
 
+function gpuCurves() {
+  return grid(
+    curvePlot({ title: "Power (W)", series: of("gpu_watts", "power"), unit: "W", zero: true }),
+    curvePlot({ title: "Temperature (°C)", series: of("gpu_celsius", "temperature"), unit: "°C" }),
+    curvePlot({ title: "Time with a kernel running", series: of("gpu_busy", "busy"), unit: "of the time", zero: true }),
+    curvePlot({ title: "Clock (MHz)", series: of("gpu_mhz", "clock"), unit: "MHz", zero: true }),
+  );
+}
+
 function evaluations() {
   const figuresText = (figures) => figures.map(([name, value]) => `${name} ${value === null ? "not a number" : short(value, 5)}`).join(", ");
   const lines = runs.flatMap((run) => run.evaluations.map(([step, name, figures]) =>
@@ -252,6 +261,7 @@ function build() {
     sectionWhen(() => faultsOf().length, section("Faults and restarts", "As the run's files have them, the last ones.",
       renewed(() => [make("ul", { class: "warnings" }, ...faultsOf().map((text) => make("li", {}, text)))]))),
     ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", viewControls(), training()),
+    sectionWhen(() => runs.some((run) => run.curves.gpu_watts), section("GPU", "Of the first rank, about once a second, as its driver measures it.", gpuCurves())),
     sectionWhen(() => runs.some((run) => run.evaluations.length), section("Evaluations", "Results of moefold eval, by the step of the checkpoint.", renewed(() => [evaluations()]))),
     ...section("Balance", "Balance of expert load, over the whole global batch.", violations()),
     sectionWhen(() => runs.some((run) => run.curves.rank_rows), section("Clones", "Rows of experts on the largest rank over the mean of ranks, in the worst layer.", rankRows())),
