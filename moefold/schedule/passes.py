@@ -60,7 +60,7 @@ def defer_rank_wgrads(slots: RankSlots, limit: int) -> RankSlots:
         if other_ops:
             reordered.append(other_ops)
         deferred.extend(weight_grads)
-        if weight_grads and len(deferred) > limit:
+        while len(deferred) > limit:
             oldest = deferred.popleft()
             reordered.append((oldest,))
     reordered += [(op,) for op in deferred]

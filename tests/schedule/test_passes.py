@@ -86,13 +86,17 @@ def test_pairing_hides_communication_and_deferring_weight_gradients_adds_to_it(p
     assert hidden.exposed == pytest.approx([2 * 0.5 * (2 * (p - r - 1) + 1) for r in range(p)]), "only at both ends"
 
 
-def test_deferring_holds_back_as_many_weight_gradients_as_the_rank_has_before_it():
-    for rank, slots in enumerate(defer_weight_grads(build_program("1f1b", 4, 1, 12))):
+@pytest.mark.parametrize("in_step", [False, True])
+def test_deferring_holds_back_as_many_weight_gradients_as_the_rank_has_before_it(in_step: bool):
+    program = build_program("1f1b", 4, 1, 12)
+    if in_step:
+        program = pair_alike(program)
+    for rank, slots in enumerate(defer_weight_grads(program)):
         behind, most = 0, 0
         for slot in slots:
             behind += sum((op.kind == "D") - (op.kind == "W") for op in slot)
             most = max(most, behind)
-        assert most == rank + 1
+        assert most == rank + (2 if in_step else 1), "and those of the slot itself"
 
 
 def test_deferring_never_lengthens_a_uniform_1f1b():
