@@ -328,7 +328,7 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
         size += whole_unit_bytes(s, rank, state)
     if s.states_on_host and choices.stack == "moefold" and choices.device == "cuda":
         visiting = state.main + state.moments
-        size += visiting_bytes(state.parameters, visiting, s.optim.states_window_gib)
+        size += visiting_bytes(state.share, visiting, s.optim.states_window_gib)
     if s.portion.stashes:
         size += s.config.memory.stash_gib * GIB
     if s.parallel.dispatcher == "symmetric" and s.parallel.ep * s.parallel.etp > 1:

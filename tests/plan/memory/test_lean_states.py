@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moefold.anatomy.adapters import adapter_parameters
+from moefold.anatomy.visiting_states import CHUNK_ELEMENTS
 from moefold.config.read import parse_overrides, with_values
 from moefold.config.run import Config
 from moefold.plan.memory.peak_memory import RankMemory, plan_memory
@@ -19,9 +20,9 @@ ONE_CARD = (
 )
 
 
-def planned(preset: str, words: str) -> RankMemory:
+def planned(preset: str, words: str, world: int = 1) -> RankMemory:
     config: Config = with_values(PRESETS[preset](), parse_overrides(words.split()), {})
-    return plan_memory(config, 1)[0]
+    return plan_memory(config, world)[0]
 
 
 def test_all_of_qwen3_30b_is_planned_on_one_h200():
@@ -63,6 +64,22 @@ def test_states_on_the_host_pass_through_slots_on_the_device(window: float, expe
     there = planned("olmoe-1b-7b", f"{words} --optim.states=host --optim.states_window_gib={window}")
     passing = (there.buffers - here.buffers) / 2**30
     assert passing == pytest.approx(expected, abs=0.5)
+
+
+PARTS_UPDATED = [
+    ("olmoe-1b-7b", "--parallel.ep=1 --train.global_batch=32 --optim.moments=bf16", 8, 8),
+    ("qwen3-30b-a3b", "--lora.rank=16", 1, 12),
+]
+
+
+@pytest.mark.parametrize(("preset", "words", "world", "state"), PARTS_UPDATED, ids=["a share", "adapters"])
+def test_three_slots_are_of_chunks_of_what_a_rank_updates(preset: str, words: str, world: int, state: int):
+    """Of `state` bytes an element. Shares among replicas, and adapters beside a base, are longer than a chunk."""
+    words += " --train.precision=bf16 --train.device=cuda"
+    here = planned(preset, words, world)
+    there = planned(preset, f"{words} --optim.states=host --optim.states_window_gib=0", world)
+    assert CHUNK_ELEMENTS < here.updated < here.parameters / 2
+    assert there.buffers - here.buffers == pytest.approx(3 * CHUNK_ELEMENTS * state, rel=1e-6)
 
 
 def test_gradients_of_several_microbatches_exist_all_at_once_inside_backward_too():
