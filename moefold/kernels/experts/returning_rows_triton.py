@@ -45,9 +45,7 @@ AWAITED_TOKENS = 16  # whose rows are waited for at a time
 SUMMED_TOKENS = 8
 SUMMED_COLUMNS = 1024
 OPTIONS = {"num_warps": 8, "num_stages": 4}
-COUNTERS = (
-    3  # programs that have sent, programs that have finished, tiles that are taken; behind them rows that are done
-)
+COUNTERS = constexpr(4)  # pieces that are sent, programs that have finished, tiles and pieces that are taken
 
 
 @triton.jit
@@ -248,7 +246,7 @@ def returning_rows_kernel(
 ):
     """MULTIPLIES, SENDS: the parts of the exchange that this launch has; both, but where ranks are played in turns."""
     peers, own_address, number, is_lost = load_words(words, me, RANKS, WIDTH)
-    done = counters + 4  # behind COUNTERS
+    done = counters + COUNTERS  # of each line of rows, behind the others
     tile_rows = tl.load(count)
     tile_columns = tl.cdiv(D, COLUMNS)
     first_sender = tl.num_programs(0) - (SENDERS if SENDS else 0)
@@ -324,7 +322,7 @@ def launch_returning_rows(
     y_RD = a_RF.new_empty(len(a_RF), d)
     tiles = order_tiles(index_R, ends_E, ends_P, (exchange.me + 1) % ranks, ranks)
     counted = triton.cdiv(len(a_RF) + TILE, COUNTED_ROWS)
-    counters = ends_P.new_zeros(COUNTERS + counted)
+    counters = ends_P.new_zeros(COUNTERS.value + counted)
     clocked = a_RF.is_cuda
     records = signals.records
     times = (tail.addresses,) * 3 if records is None else tuple(records)

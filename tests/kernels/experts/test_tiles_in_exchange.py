@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from moefold.kernels.experts import arriving_rows_triton, returning_rows_triton
 from moefold.kernels.experts.arriving_tiles_triton import order_tiles
 from moefold.kernels.experts.tiles_in_exchange import (
     multiply_arrivals,
@@ -60,6 +61,19 @@ def test_results_and_rooms_are_those_of_the_reference_twice_the_same_bits(op: st
         torch.testing.assert_close(found_rooms, rooms, rtol=1e-6, atol=1e-6)
     again, _ = run(op, case, "triton")
     assert all(map(torch.equal, found, again))
+
+
+@pytest.mark.parametrize("op", FORWARD)
+def test_products_of_several_columns_of_tiles_are_those_of_the_reference(op: str, monkeypatch: pytest.MonkeyPatch):
+    """Columns and depths that end inside a tile, and a band of fewer rows of tiles than the others."""
+    for kernels in (arriving_rows_triton, returning_rows_triton):
+        for size, length in (("COLUMNS", 16), ("DEPTH", 16), ("BAND", 3)):
+            monkeypatch.setattr(kernels, size, length)
+    case = case_of(op, NAMES[-1])
+    expected, rooms = run(op, case, "reference")
+    found, found_rooms = run(op, case, "triton", senders=2, programs=5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_rooms, rooms, rtol=1e-6, atol=1e-6)
 
 
 def turns_of_tiles(index: list[int], ends_s: list[int], tiles: list[list[int]], first: int) -> list[int]:
