@@ -238,8 +238,10 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
+IN_EXCHANGES = {"multiply_arrivals", "return_products"}  # which no run uses
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 RARE |= {"token_losses", "decode_moment", "cached_attention"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS | BASE_OPS
+RARE |= IN_EXCHANGES
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]

@@ -24,6 +24,7 @@ from operator import mul
 from typing import NamedTuple
 
 from moefold.anatomy.stage_contents import pair_kind
+from moefold.anatomy.visiting_states import least_visiting_bytes
 from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.layer.rank_shapes import make_rank_portion
@@ -517,21 +518,31 @@ def least_rank_state(s: RunSetting, rank: RankStages, stages: StageMemories) -> 
     weights = here.held * wide + in_copies * here.held / whole.held
     weights -= host_weights(s, rank).saved
     gradients = here.trained * STATE_ELEMENT_BYTES[s.optim.gradients]
-    optimizer = least_optimizer_bytes(s, owned)
     if not s.config.lora.rank:
+        optimizer = least_optimizer_bytes(s, owned, 1.0)
         return LeastState(weights, gradients, optimizer)
     adapters = adapter_count(s)
     trained = adapters / whole.held
     saved = saved_on_rank(s, rank)
     added = trained * here.held * wide
     with_adapters = weights - saved + added
-    return LeastState(with_adapters, gradients * trained, optimizer * trained)
+    optimizer = least_optimizer_bytes(s, owned, trained)
+    return LeastState(with_adapters, gradients * trained, optimizer)
 
 
-def least_optimizer_bytes(s: RunSetting, owned: ClassCount) -> float:
-    """Bytes of main weights and moments on the device. Without groups, Muon's plan does not tell norms apart."""
-    if s.states_on_host:
+def least_optimizer_bytes(s: RunSetting, owned: ClassCount, trained: float) -> float:
+    """Bytes of main weights and moments on the device, of a share `trained` of what a rank owns; of those in host
+    memory, the fewest slots that they pass through."""
+    state_bytes = least_state_bytes(s, owned) * trained
+    if not s.states_on_host:
+        return state_bytes
+    if s.choices.stack != "moefold" or s.choices.device != "cuda":
         return 0.0
+    return least_visiting_bytes(owned.held * trained, state_bytes)
+
+
+def least_state_bytes(s: RunSetting, owned: ClassCount) -> float:
+    """Bytes of main weights and moments. Without groups, Muon's plan does not tell norms apart."""
     first, second = moment_sizes(s.optim)
     has_second = s.optim.rule != "muon" or effective_groups(s)
     moments = owned.trained * first
