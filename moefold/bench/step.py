@@ -43,6 +43,7 @@ from moefold.bench.report import (
 from moefold.bench.timed_recipes import (
     PrecisionKeys,
     changed_keys,
+    keys_of_report,
     recipes_in,
     recipes_title,
     with_precision_keys,
@@ -295,7 +296,7 @@ def step_contenders(
 
 def print_step_report(report: Report) -> None:
     heading = report_heading(report)
-    caption = f"{STEP_CAPTION}\n{recipes_title(report)}" if report["precision"] else STEP_CAPTION
+    caption = f"{STEP_CAPTION}\n{recipes_title(report)}" if keys_of_report(report) else STEP_CAPTION
     table = report_table(heading, caption=caption)
     table.add_column("model, layers", no_wrap=True)
     add_number_columns(table, "tokens/s", "goal", "TF/s", "peak", "most")

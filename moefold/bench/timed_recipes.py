@@ -55,9 +55,14 @@ def changed_keys(options: TimedRecipeOptions) -> PrecisionKeys:
     return {key: value for key, value in keys.items() if value != getattr(usual, key)}
 
 
+def keys_of_report(report: dict[str, Any]) -> dict[str, Any]:
+    """Keys of precision that are not the usual ones. Reports of earlier versions have none."""
+    return report.get("precision", {})
+
+
 def recipes_title(report: dict[str, Any]) -> str:
     """What the recipes of a report have in common."""
-    keys = report["precision"]
+    keys = keys_of_report(report)
     parts = [f"{key} {value}" for key, value in keys.items()]
     return ", ".join(["precision recipes", *parts])
 

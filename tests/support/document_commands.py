@@ -74,6 +74,7 @@ RUN_SIZES = {
     "--data.seq_len": 64,
 }
 MODEL_SIZES = {"--model.layers": 4, "--model.hidden": 32, "--model.moe.ffn": 32}
+BENCH_SIZES = {"layer": ["--repeat=1"], "step": ["--model=olmoe-1b-7b"]}
 SMALL_DATA = ["--data.source=files", "--data.files=notes.txt"]
 GPU_PRECISION = ["--train.precision=bf16"]  # which a GPU takes by itself
 
@@ -149,6 +150,8 @@ def added_words(arguments: Sequence[str]) -> list[str]:
     command, *rest = arguments
     if command in SERVERS:
         return ["--port", "0"]
+    if command == "bench":
+        return BENCH_SIZES.get(rest[0], [])
     if command != "train":
         return []
     sizes = RUN_SIZES
