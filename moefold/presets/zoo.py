@@ -148,8 +148,8 @@ def starter() -> Config:
     data = DataConfig(tokenizer=TRAINED)
     memory = MemoryConfig(tape=True)
     model = replace(config.model, vocab=2048)
-    train = TrainConfig(steps=380, global_batch=8, micro_batch=8, validate_every=95)
-    checkpoint = CheckpointConfig(every=95)
+    train = TrainConfig(steps=560, global_batch=8, micro_batch=8, validate_every=140)
+    checkpoint = CheckpointConfig(every=140)
     return replace(config, model=model, data=data, train=train, memory=memory, checkpoint=checkpoint)
 
 
