@@ -62,6 +62,7 @@ def fits(words: list[str]) -> bool:
     return not misfit_problems(resolve_recipe(recipe, keys, 1), ALONE)
 
 
+@pytest.mark.extended
 def test_host_memory_without_room_for_whole_files_is_refused_with_figures(large: list[str], tmp_path: Path):
     code, said = train(*large, *WHOLE_FILES, "--out", str(tmp_path / "run"))
     assert code == 2, said

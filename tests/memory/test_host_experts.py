@@ -179,6 +179,7 @@ def compare_layouts(world: World, configs: list[Config]) -> list[str]:
     return found
 
 
+@pytest.mark.extended
 def test_layouts_of_four_ranks():
     """Interleaved stages of two layers, whose passes follow each other as the program says; experts and their inner
     width over ranks, in blocks."""
@@ -250,6 +251,7 @@ def compare_shares(world: World, cases: list[tuple[Config, tuple[str, ...]]]) ->
     return found
 
 
+@pytest.mark.extended
 def test_shares_of_four_ranks():
     """With replicas a share is a part of the experts, in blocks whole rows; with experts over all ranks it is all that
     a rank has."""

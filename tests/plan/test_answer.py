@@ -156,6 +156,7 @@ def test_a_plan_that_a_rule_of_the_trainer_refuses_is_not_launched():
     assert again["launch"] is None
 
 
+@pytest.mark.extended
 def test_where_nothing_fits_the_nearest_layout_and_what_would_fit_are_named():
     with pytest.raises(NothingFits) as refused:
         answer_request({"model": "mixtral-8x7b", "gpus": 8, "gpu": "h100"})

@@ -1,7 +1,7 @@
 """The extended tests: cases of which `make test` runs a sample, and `make test-all` every one.
 
 Of each parametrized function every n-th case stays in the sample, in the order of collection; the others are marked
-`extended`. n is 3 where nothing else is listed. Of long grids n is coprime to the length of the inner parameters, so
+`extended`. n is 5 where nothing else is listed. Of long grids n is coprime to the length of the inner parameters, so
 that every value of each parameter is sampled. Long tests beside which a shorter one shows the like are marked
 `extended` where they stand.
 """
@@ -128,7 +128,7 @@ SAMPLED_FILES = {  # files of many short cases, for functions that are not liste
     "tests/train/test_fp8_storage.py": 5,
 }
 
-COMMON_NTH = 3
+COMMON_NTH = 5
 
 
 def mark_extended(items: Iterable[pytest.Item]) -> None:

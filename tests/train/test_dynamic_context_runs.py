@@ -165,6 +165,7 @@ def clipped_weights(world: World, config: Config) -> list[TraceEntry]:
     return [entry for entry in local_weights(run, "") if ".query." in entry.what or ".key." in entry.what]
 
 
+@pytest.mark.extended
 def test_logits_are_clipped_as_in_the_bins_of_fixed_sizes():
     """Those of padding, of which there is more or less by the sizes, do not count."""
     by_rank = run_ranks(clipped_by_case, RANKS)

@@ -13,6 +13,7 @@ from tests.support.launched import launched, small_ranks
 RANKS = 2
 
 
+@pytest.mark.extended
 def test_a_killed_rank_costs_fewer_steps_than_from_the_disk_and_no_bit_of_the_losses(tmp_path: Path):
     run = kill_one_rank(tmp_path, RANKS)
     assert run.source == "memory", run.said

@@ -58,6 +58,7 @@ def test_on_four_ranks_a_bad_value_is_traced_to_layer_expert_tensor_and_rank(lay
         assert place["value"] == ("Inf" if fault.startswith("inf") else "NaN")
 
 
+@pytest.mark.extended
 def test_a_bad_value_of_any_row_chunk_is_traced_to_its_step():
     """An expert without rows in the first chunks has its bad value in a later one."""
     faults = [f"nan output=experts layer=0 expert={expert} rank=1 step=1" for expert in (4, 6)]

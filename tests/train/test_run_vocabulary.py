@@ -56,6 +56,7 @@ def test_a_run_is_found_with_its_vocabulary_wherever_its_folder_is_moved(run: Pa
         load_text_model(moved, device="cpu")
 
 
+@pytest.mark.extended
 def test_a_resumed_run_has_the_bits_of_one_that_went_on_and_a_converted_one_its_tokens(run: Path, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     whole = trained_run(tmp_path, "whole", 3)

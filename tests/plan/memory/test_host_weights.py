@@ -61,6 +61,7 @@ def test_trained_experts_are_refused():
         memory_by_rank(setting(*words))
 
 
+@pytest.mark.extended
 def test_it_is_proposed_where_adapters_do_not_fit_a_small_card_otherwise():
     """And the regions that are proposed beside it keep it."""
     place = ranks_of_machine(Rendezvous())
