@@ -22,8 +22,3 @@ def visiting_bytes(parameters: float, state_bytes: float, window_gib: float) -> 
     chunk_bytes = elements * state_bytes / parameters
     chunks = -int(-parameters // CHUNK_ELEMENTS)
     return slot_count(chunks, chunk_bytes, window_gib) * chunk_bytes
-
-
-def least_visiting_bytes(parameters: float, state_bytes: float) -> float:
-    """What they take with the fewest slots, whatever the window is."""
-    return visiting_bytes(parameters, state_bytes, 0.0)

@@ -354,6 +354,7 @@ class RunRecorder:
         operands: OperandRecorder | None = None,
         spikes: SpikeLog | None = None,
         times: TimesRecorder | None = None,
+        gpu_meter: GpuMeter | None = None,
     ):
         self.run = run
         self.progress = progress
@@ -364,7 +365,7 @@ class RunRecorder:
         self.spikes = spikes
         self.times = times
         self.dead_experts = DeadExpertWatch()
-        self.gpu_meter = GpuMeter(run.world.device)
+        self.gpu_meter = gpu_meter
         config = run.config
         self.flops = run_flops_per_token(config)
         self.label_bytes = bytes_per_label(run) if run.world.rank == 0 else 0.0
@@ -411,7 +412,8 @@ class RunRecorder:
         values["tflops"] = round(tflops, 6)
         values["seconds"] = round(report.seconds, 6)
         values["memory_gib"] = round(peak_memory_gib(self.run.world.device), 4)
-        values |= self.gpu_meter.read()
+        if self.gpu_meter:
+            values |= self.gpu_meter.read()
         if report.waste is not None:
             values["waste"] = round(report.waste, 4)
         return values | balance
@@ -496,11 +498,13 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
     router_log: RouterLog | None = None
     tensorboard: TensorBoard | None = None
     spikes: SpikeLog | None = None
+    gpu_meter: GpuMeter | None = None
     last_kept = run.step if continues else -1
     if is_first:
         metrics = JsonLines(run.out / "metrics.jsonl", last_kept)
         sinks.append(metrics)
         router_log = RouterLog(run.out / "router.jsonl", observe.router_every, last_kept)
+        gpu_meter = GpuMeter(run.world.device)
         if run.spikes is not None:
             spikes = SpikeLog(run, last_kept)
         if observe.tensorboard:
@@ -510,7 +514,7 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
     operands = open_operand_recorder(run, last_kept, tensorboard)
     times = open_times_recorder(run, last_kept, progress.print_message)
     try:
-        yield RunRecorder(run, progress, sinks, router_log, routing_log, operands, spikes, times)
+        yield RunRecorder(run, progress, sinks, router_log, routing_log, operands, spikes, times, gpu_meter)
     finally:
         progress.close()
         if operands:

@@ -23,7 +23,7 @@ from triton.language import constexpr
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS
 from moefold.kernels.experts.arriving_tiles_triton import BAND, load_tile, locate_tile, order_tiles, take_number
-from moefold.kernels.linear.few_rows_triton import dot_rows, load_matrix
+from moefold.kernels.experts.few_rows_triton import multiply_gate_up
 from moefold.kernels.routing.arrival_pieces import TileExchange
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room, load_slots
 from moefold.kernels.routing.peer_signals_triton import as_words, lanes_of, load_words, patience_limit
@@ -36,7 +36,6 @@ from moefold.kernels.routing.piece_signals_triton import (
 )
 from moefold.kernels.routing.rows_triton import TILE, columns_of_program
 from moefold.kernels.tile_triton import (
-    fp32_zeros,
     load_as_fp32,
     load_or_zero,
     numbers_from,
@@ -96,36 +95,6 @@ def pieces_of_rows(n, ends_P, PIECES: constexpr, ALL: constexpr):
     first = tl.sum((ends <= first_row).to(tl.int32))
     last = tl.sum((ends <= last_row).to(tl.int32))
     return first, tl.where(last_row >= 0, last, -1)
-
-
-@triton.jit
-def multiply_gate_up(
-    source_ND,
-    n,
-    gate_up,
-    expert,
-    f,
-    D,
-    F,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-):
-    """Products of gathered rows with gate and with up."""
-    is_row = n >= 0
-    is_column = f < F
-    gate_row = expert.to(tl.int64) * 2 * F + f
-    up_row = gate_row + F
-    gate = fp32_zeros(ROWS, COLUMNS)
-    up = fp32_zeros(ROWS, COLUMNS)
-    for start in range(0, D, DEPTH):
-        d = numbers_from(start, DEPTH)
-        x = load_matrix(source_ND, n, is_row, d, D)
-        gates = load_matrix(gate_up, gate_row, is_column, d, D)
-        gate = dot_rows(gate, x, gates)
-        ups = load_matrix(gate_up, up_row, is_column, d, D)
-        up = dot_rows(up, x, ups)
-    return gate, up
 
 
 @triton.jit
@@ -293,7 +262,8 @@ def arriving_rows_kernel(
             note_time(tile_times, tile, 1, ticks, RECORDS, CLOCKED)
             # products and activation
             f = numbers_from(column * COLUMNS, COLUMNS)
-            gate, up = multiply_gate_up(source_ND, n.to(tl.int64), gate_up, expert, f, D, F, ROWS, COLUMNS, DEPTH)
+            token = n.to(tl.int64)
+            gate, up = multiply_gate_up(source_ND, token, n >= 0, gate_up, expert, f, D, F, ROWS, COLUMNS, DEPTH)
             store_activation(h_R2F, a_RF, weight_R, gate, up, r, is_row, f, F)
             note_time(tile_times, tile, 2, ticks, RECORDS, CLOCKED)
             tile = take_number(counters + 2)

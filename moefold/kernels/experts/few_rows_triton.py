@@ -53,6 +53,62 @@ def expert_with_rows(ends_E, number, E, EXPERTS: constexpr):
 
 
 @triton.jit
+def multiply_gate_up(
+    source,
+    token,
+    is_token,
+    gate_up,
+    expert,
+    f,
+    D,
+    F,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
+    """Products of gathered rows with some columns of an expert's gate and of its up."""
+    is_column = f < F
+    gate_row = expert.to(tl.int64) * 2 * F + f
+    up_row = gate_row + F
+    gate = fp32_zeros(ROWS, COLUMNS)
+    up = fp32_zeros(ROWS, COLUMNS)
+    for start in range(0, D, DEPTH):
+        d = numbers_from(start, DEPTH)
+        x = load_matrix(source, token, is_token, d, D)
+        gates = load_matrix(gate_up, gate_row, is_column, d, D)
+        gate = dot_rows(gate, x, gates)
+        ups = load_matrix(gate_up, up_row, is_column, d, D)
+        up = dot_rows(up, x, ups)
+    return gate, up
+
+
+@triton.jit
+def multiply_down(
+    a,
+    r,
+    is_row,
+    down,
+    expert,
+    c,
+    D,
+    F,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+):
+    """Products of rows with some columns of an expert's second matrix."""
+    is_column = c < D
+    down_row = expert.to(tl.int64) * D + c
+    y = fp32_zeros(ROWS, COLUMNS)
+    for start in range(0, F, DEPTH):
+        f = numbers_from(start, DEPTH)
+        rows = load_matrix(a, r, is_row, f, F)
+        weights = load_matrix(down, down_row, is_column, f, F)
+        y = dot_rows(y, rows, weights)
+    return y
+
+
+@triton.jit
 def few_rows_up_kernel(
     source,
     gate_up,
@@ -74,9 +130,6 @@ def few_rows_up_kernel(
         expert = expert_with_rows(ends_E, expert, E, EXPERTS)
     begin, end = rows_of_expert(ends_E, expert, E)
     f = numbers_from(tl.program_id(0) * COLUMNS, COLUMNS)
-    is_column = f < F
-    gate_row = expert.to(tl.int64) * 2 * F + f
-    up_row = gate_row + F
     for first in range(begin, end, ROWS):
         # prologue: the rows and their tokens
         r = numbers_from(first, ROWS)
@@ -84,21 +137,13 @@ def few_rows_up_kernel(
         token = load_or_zero(index_R + r, is_row)
         is_token = is_row & (token >= 0)
         # main loop over the inputs
-        gate = fp32_zeros(ROWS, COLUMNS)
-        up = fp32_zeros(ROWS, COLUMNS)
-        for start in range(0, D, DEPTH):
-            d = numbers_from(start, DEPTH)
-            x = load_matrix(source, token, is_token, d, D)
-            gates = load_matrix(gate_up, gate_row, is_column, d, D)
-            gate = dot_rows(gate, x, gates)
-            ups = load_matrix(gate_up, up_row, is_column, d, D)
-            up = dot_rows(up, x, ups)
+        gate, up = multiply_gate_up(source, token, is_token, gate_up, expert, f, D, F, ROWS, COLUMNS, DEPTH)
         # epilogue
         weight = load_as_fp32(weight_R + r, is_row)
         silu = gate * tl.sigmoid(gate)
         activated = silu * up * weight[:, None]
         at = tile_pointers(a, r, f, F)
-        inside = tile_mask(is_row, is_column)
+        inside = tile_mask(is_row, f < F)
         store_inside(at, activated.to(a.dtype.element_ty), inside)
 
 
@@ -121,19 +166,12 @@ def few_rows_down_kernel(
         expert = expert_with_rows(ends_E, expert, E, EXPERTS)
     begin, end = rows_of_expert(ends_E, expert, E)
     n = numbers_from(tl.program_id(0) * COLUMNS, COLUMNS)
-    is_column = n < D
-    down_row = expert.to(tl.int64) * D + n
     for first in range(begin, end, ROWS):
         r = numbers_from(first, ROWS)
         is_row = r < end
-        total = fp32_zeros(ROWS, COLUMNS)
-        for start in range(0, F, DEPTH):
-            f = numbers_from(start, DEPTH)
-            rows = load_matrix(a, r, is_row, f, F)
-            weights = load_matrix(down, down_row, is_column, f, F)
-            total = dot_rows(total, rows, weights)
+        total = multiply_down(a, r, is_row, down, expert, n, D, F, ROWS, COLUMNS, DEPTH)
         at = tile_pointers(y, r, n, D)
-        inside = tile_mask(is_row, is_column)
+        inside = tile_mask(is_row, n < D)
         store_inside(at, total.to(y.dtype.element_ty), inside)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.experts.arriving_tiles_triton import BAND, load_tile, locate_tile, order_tiles, take_number
-from moefold.kernels.linear.few_rows_triton import dot_rows, load_matrix
+from moefold.kernels.experts.few_rows_triton import multiply_down
 from moefold.kernels.routing.arrival_pieces import TileExchange
 from moefold.kernels.routing.peer_rows_triton import address_table, launch_sum_peer_rows, load_room, load_slots
 from moefold.kernels.routing.peer_signals_triton import lanes_of, load_words, patience_limit
@@ -122,34 +122,6 @@ def return_piece(
             at = tile_pointers(room, n + shift, c, D)
             store_inside(at, total.to(y_RD.dtype.element_ty), tile_mask(is_token, c < D))
     tl.debug_barrier()  # all threads of the program have written
-
-
-@triton.jit
-def multiply_down(
-    a_RF,
-    down,
-    y_RD,
-    expert,
-    r,
-    is_row,
-    c,
-    F,
-    D,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-):
-    """One tile of the product."""
-    is_column = c < D
-    down_row = expert.to(tl.int64) * D + c
-    y = fp32_zeros(ROWS, COLUMNS)
-    for start in range(0, F, DEPTH):
-        f = numbers_from(start, DEPTH)
-        a = load_matrix(a_RF, r, is_row, f, F)
-        w = load_matrix(down, down_row, is_column, f, F)
-        y = dot_rows(y, a, w)
-    inside = tile_mask(is_row, is_column)
-    store_inside(tile_pointers(y_RD, r, c, D), y.to(y_RD.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -263,7 +235,9 @@ def returning_rows_kernel(
             c = numbers_from(column * COLUMNS, COLUMNS)
             note_time(tile_times, tile, 0, ticks, RECORDS, CLOCKED)
             note_time(tile_times, tile, 1, ticks, RECORDS, CLOCKED)
-            multiply_down(a_RF, down, y_RD, expert, r, is_row, c, F, D, ROWS, COLUMNS, DEPTH)
+            y = multiply_down(a_RF, r, is_row, down, expert, c, D, F, ROWS, COLUMNS, DEPTH)
+            inside = tile_mask(is_row, c < D)
+            store_inside(tile_pointers(y_RD, r, c, D), y.to(y_RD.dtype.element_ty), inside)
             count_done_rows(done, row, real, ROWS, COUNTED)
             note_time(tile_times, tile, 2, ticks, RECORDS, CLOCKED)
             tile = take_number(counters + 2)

@@ -24,7 +24,7 @@ from operator import mul
 from typing import NamedTuple
 
 from moefold.anatomy.stage_contents import pair_kind
-from moefold.anatomy.visiting_states import least_visiting_bytes
+from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.layer.rank_shapes import make_rank_portion
@@ -538,7 +538,7 @@ def least_optimizer_bytes(s: RunSetting, owned: ClassCount, trained: float) -> f
         return state_bytes
     if s.choices.stack != "moefold" or s.choices.device != "cuda":
         return 0.0
-    return least_visiting_bytes(owned.held * trained, state_bytes)
+    return visiting_bytes(owned.held * trained, state_bytes, window_gib=0.0)
 
 
 def least_state_bytes(s: RunSetting, owned: ClassCount) -> float:
