@@ -6,6 +6,7 @@ repeat to the bit, blocks of ring attention, and whole rings played by one proce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,12 @@ from rich.console import Console
 from moefold.bench.machine import cuda_capability, machine_facts, resolve_device
 from moefold.bench.options import AttentionOptions
 from moefold.bench.played_ring import played_ring_rows, played_ring_table
-from moefold.bench.report import Report, Row, report_table, show_report
+from moefold.bench.report import Report, Row, add_number_columns, report_table, show_report, tell_progress
 from moefold.bench.ring_blocks import ring_block_rows, ring_block_table
-from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_candidates, random_inputs
-from moefold.kernels.facts import Facts, facts_from_config
+from moefold.config.errors import all_of
+from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_kernels, random_inputs
+from moefold.kernels.attention.timings import TIMED_TOKENS
+from moefold.kernels.facts import AttentionShape, Facts, facts_from_config
 from moefold.layout.dtypes import DTYPES
 from moefold.presets.zoo import PRESETS
 
@@ -26,25 +29,37 @@ ATTENTION_MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x22b", "mixtral-8x
 LONG_MODEL = "qwen3-30b-a3b"
 LONG_SEQUENCES = (8_192, 32_768, 131_072)  # positions
 COMPARED_RUNS = 6
+RING_BLOCKS = "ring_blocks"
+PLAYED_RINGS = "played_rings"
+PRODUCTS_OF_HEADS = 4  # scores, twice, and gradients of q and of k
+PRODUCTS_OF_VALUES = 3  # outputs, gradients of v and of probabilities
 
 
 def run_benchmark(options: AttentionOptions) -> int:
-    device = resolve_device(options.device)
-    report = attention_report(device)
+    report = attention_report(options)
     return show_report(report, options.json, print_attention_report)
 
 
-def attention_report(device: str) -> Report:
-    """The times of every shape; on a CPU, which has no attention kernels to choose from, of small rings alone."""
-    results: list[Row] = []
-    blocks: list[Row] = []
+def attention_report(options: AttentionOptions) -> Report:
+    """The times of every case, or of those asked for; on a CPU, which has no attention kernels to choose from, of small
+    rings alone."""
+    device = resolve_device(options.device)
+    shapes = attention_cases(device) if device == "cuda" else {}
+    rings = {PLAYED_RINGS: played_ring_rows}
     if device == "cuda":
-        for name, facts in attention_cases(device).items():
-            row = measured_shape(name, facts)
+        rings[RING_BLOCKS] = ring_block_rows
+    every = [*shapes, *rings]
+    results: list[Row] = []
+    report = machine_facts(device) | {"results": results}
+    for name in all_of("case", options.case, every) or every:
+        if name in shapes:
+            row = measured_shape(name, shapes[name], options.kernel)
             results.append(row)
-        blocks = ring_block_rows(device)
-    rings = played_ring_rows(device)
-    return machine_facts(device) | {"results": results, "ring_blocks": blocks, "played_rings": rings}
+            tell_progress(f"{name}: {row['milliseconds']} ms")
+        else:
+            report[name] = rings[name](device)
+            tell_progress(f"{name}: done")
+    return report
 
 
 def attention_cases(device: str) -> dict[str, Facts]:
@@ -70,17 +85,31 @@ def facts_of_every_kernel(model: str, device: str) -> Facts:
     return replace(facts, repeatable=False)
 
 
-def measured_shape(name: str, facts: Facts) -> Row:
-    assert facts.attention is not None
-    times = measure_candidates(facts)
+def measured_shape(name: str, facts: Facts, asked: Sequence[str] = ()) -> Row:
+    """The times of every kernel, or of those asked for."""
+    shape = facts.attention
+    assert shape is not None
+    candidates = candidate_names(facts)
+    kernels = all_of("kernel", asked, candidates) or candidates
+    times = measure_kernels(facts, kernels)
     repeats: dict[str, bool] = {}
-    for kernel in candidate_names(facts):
+    rates: dict[str, float] = {}
+    for kernel in kernels:
         repeats[kernel] = is_bit_reproducible(kernel, facts)
-    shape = str(facts.attention)
-    row: Row = {"model": name, "shape": shape}
+        rates[kernel] = causal_flops(shape) / times[kernel] / 1e9
+    row: Row = {"model": name, "shape": str(shape)}
     row["milliseconds"] = times
+    row["teraflops"] = rates
     row["repeats"] = repeats
     return row
+
+
+def causal_flops(shape: AttentionShape) -> float:
+    """Of forward and backward: pairs of a query and a key that it sees, in products of both widths."""
+    tokens = max(TIMED_TOKENS, shape.length)
+    pairs = tokens * shape.length / 2
+    widths = PRODUCTS_OF_HEADS * shape.head_dim + PRODUCTS_OF_VALUES * shape.value_dim
+    return 2 * pairs * shape.heads * widths
 
 
 def is_bit_reproducible(kernel: str, facts: Facts) -> bool:
@@ -106,17 +135,19 @@ def print_attention_report(report: Report) -> None:
     machine = f"{report['card']}, {report['date']}, torch {report['versions']['torch']}"
     title = f"{machine}: ms for 16384 tokens or one longer sequence, forward and backward"
     table = report_table(title, "model", "shape", "kernel")
-    table.add_column("ms", justify="right")
+    add_number_columns(table, "ms", "TF/s")
     table.add_column("repeats to the bit")
     for row in report["results"]:
         model = row["model"]
         shape = row["shape"]
         for kernel, milliseconds in row["milliseconds"].items():
             repeats = "yes" if row["repeats"][kernel] else "no"
-            table.add_row(model, shape, kernel, f"{milliseconds:.2f}", repeats)
+            rate = f"{row['teraflops'][kernel]:.0f}"
+            table.add_row(model, shape, kernel, f"{milliseconds:.2f}", rate, repeats)
     console = Console()
-    console.print(table)
-    blocks = report["ring_blocks"]
-    if blocks:
-        console.print(ring_block_table(blocks))
-    console.print(played_ring_table(report["played_rings"]))
+    if report["results"]:
+        console.print(table)
+    if RING_BLOCKS in report:
+        console.print(ring_block_table(report[RING_BLOCKS]))
+    if PLAYED_RINGS in report:
+        console.print(played_ring_table(report[PLAYED_RINGS]))

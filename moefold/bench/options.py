@@ -260,6 +260,11 @@ class SchedulesOptions(DeviceOptions):
 class AttentionOptions(DeviceOptions):
     """Time every attention kernel at the shapes of known models, and check which repeat to the bit."""
 
+    case: tuple[str, ...] = ()
+    """Only these cases: models such as deepseek-v3, "qwen3-30b-a3b, 32768", ring_blocks, played_rings."""
+    kernel: tuple[str, ...] = ()
+    """Only these kernels of a model's shape."""
+
 
 @dataclass(frozen=True)
 class CurvesOptions(DeviceOptions):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -37,16 +37,16 @@ def known_or_measured_times(facts: Facts) -> AttentionTimes:
     if len(candidates) < 2:
         return {}
     known = known_times(facts.capability, facts.attention)
-    return known or measure_candidates(facts)
+    return known or measure_kernels(facts, candidates)
 
 
-def measure_candidates(facts: Facts) -> AttentionTimes:
+def measure_kernels(facts: Facts, names: Sequence[str]) -> AttentionTimes:
     """Milliseconds of forward and backward, by implementation."""
     assert facts.attention is not None
     dtype = DTYPES[facts.dtype]
     inputs = random_inputs(facts.attention, dtype)
     times: AttentionTimes = {}
-    for name in candidate_names(facts):
+    for name in names:
         work = forward_and_backward(name, *inputs)
         times[name] = median_milliseconds(work)
     return times
