@@ -60,22 +60,23 @@ Windows = list[MatrixWindow]
 
 
 class MatrixOperands(NamedTuple):
-    """Flat tensors in which matrices are updated, main weights and weights as a fused kernel has them. They begin at
-    element `start` of the share."""
+    """Flat tensors in which matrices are updated, main weights and weights as a fused kernel has them: of a share from
+    its element `start` on."""
 
+    gradient: Tensor
     main: Tensor
     weights: Tensor | None
     momentum: Tensor
     start: int
 
-    def of(self, window: MatrixWindow) -> tuple[Tensor, Tensor | None, Tensor]:
+    def of(self, window: MatrixWindow) -> MatrixOperands:
         """The parts of a window."""
         elements = window.elements
         first = elements.start - self.start
         last = elements.stop - self.start
         here = slice(first, last)
         weights = window_of(self.weights, here)
-        return self.main[here], weights, self.momentum[here]
+        return MatrixOperands(self.gradient[here], self.main[here], weights, self.momentum[here], elements.start)
 
 
 class Muon:
@@ -162,7 +163,7 @@ class Muon:
         main, weights = fused or main_values_alone(storage)
         momentum = share.state["momentum"]
         assert isinstance(momentum, Tensor), "momentum has no blocks"
-        operands = MatrixOperands(main, weights, momentum, 0)
+        operands = MatrixOperands(share.gradient, main, weights, momentum, 0)
         for windows in windows_updated_together(share):
             self.update_windows(share, operands, windows, scale, scalars)
         if fused is None:
@@ -175,9 +176,10 @@ class Muon:
         scale: Tensor,
         scalars: Tensor,
     ) -> None:
-        """Update matrices while their states visit the device. Numbers of the step are copied, since those of the next
-        step may come before the last update."""
+        """Update matrices while their states visit the device. Numbers of the step are copied and its gradient is taken
+        now, since those of the next step may come before the last update."""
         _, weights = operands_in_parts(share)
+        gradient = share.gradient
         together = visiting_matrices(share)
         spans = spans_of(together)
         scalars = scalars.clone()
@@ -185,7 +187,7 @@ class Muon:
         def update_matrices(number: int, main: Tensor, momentum: CodesAndScales) -> None:
             span = spans[number]
             beside = window_of(weights, span)
-            operands = MatrixOperands(main, beside, momentum.codes, span.start)
+            operands = MatrixOperands(gradient[span], main, beside, momentum.codes, span.start)
             windows = together[number]
             self.update_windows(share, operands, windows, scale, scalars)
 
@@ -204,33 +206,32 @@ class Muon:
         axis = cutting_axis(share)
         batches: list[MatrixBatch] = []
         for window in windows:
-            _, _, momentum = operands.of(window)
-            direction = self.next_direction(share, window.elements, momentum, scale, scalars)
+            first = first_element(share, window.elements)
+            direction = self.next_direction(share, operands.of(window), scale, scalars, first)
             view_NRC = window.matrices(direction)
             batch = self.matrix_batch(window.parameter, view_NRC, axis)
             batches.append(batch)
         orthogonal = map_whole_matrices(batches, self.flops, self.orthogonalise)
         for window, batch, matrices in zip(windows, batches, orthogonal, strict=True):
-            main, weights, _ = operands.of(window)
+            part = operands.of(window)
             matrix_scale = self.scale_of(*batch.whole)
             first = first_element(share, window.elements)
-            self.muon_weights(main, weights, matrices.flatten(), matrix_scale, scale, scalars, first)
+            self.muon_weights(part.main, part.weights, matrices.flatten(), matrix_scale, scale, scalars, first)
 
     def next_direction(
         self,
         share: BucketShare,
-        elements: slice,
-        momentum: Tensor,
+        part: MatrixOperands,
         scale: Tensor,
         scalars: Tensor,
+        first: int,
     ) -> Tensor:
         """Update the momentum, unless the scale is not finite, and return the direction of the step."""
-        gradient = share.gradient[elements]
+        gradient = part.gradient
         dtype = share.weights.dtype
         direction_dtype = DIRECTION_DTYPES.get(dtype, dtype)
         direction = torch.empty_like(gradient, dtype=direction_dtype)
-        first = first_element(share, elements)
-        self.muon_momentum(direction, momentum, gradient, scale, scalars, self.options, first)
+        self.muon_momentum(direction, part.momentum, gradient, scale, scalars, self.options, first)
         return direction
 
     def matrix_batch(self, parameter: DeclaredParameter, view_NRC: Tensor, axis: Axis | None) -> MatrixBatch:

@@ -20,6 +20,7 @@ from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim import muon
+from moefold.optim.host_states import HostStream, UpdateEnd
 from moefold.optim.muon import MUON_SCALES
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
@@ -244,6 +245,24 @@ def test_states_that_visit_the_device_become_those_that_stay_there(main: Any, dt
     assert stay.keys() == visit.keys()
     for name, value in stay.items():
         assert torch.equal(value, visit[name]), name
+
+
+def test_an_update_launched_late_has_the_gradient_of_its_step(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU a thread launches updates, perhaps when the next step has begun its sums."""
+    stay, visit_at_once = weights_and_states(MUON, "fp32"), HostStream.visit
+    model, buckets, optimizer = ready(replace(MUON, states="host"))
+
+    def visit_late(stream: HostStream, owner: int, *visit: Any) -> UpdateEnd:
+        (share,) = (share for share in optimizer.shares if share.number == owner)
+        share.bucket.sums.take()
+        return visit_at_once(stream, owner, *visit)
+
+    monkeypatch.setattr(HostStream, "visit", visit_late)
+    for step in range(1, 4):
+        put_gradients(buckets, step)
+        optimizer.step(step, 0.01)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, stay[name]), name
 
 
 def test_a_scale_that_is_not_finite_changes_no_visiting_state():
