@@ -6,12 +6,13 @@ which takes the place of links. A pause keeps the streams until all kernels have
 clocks inside the kernels:
 
     first product     exposed: what its programs wait for pieces, on average
-    second product    exposed: what is sent behind the end of the last tile
+    second product    exposed: what its programs sum and send behind the end of the rank's last tile, on average
     hidden            1 - exposed / sending
-    apart             sending and multiplying one behind the other, each rank for itself with all processors
+    apart             sending and multiplying one behind the other, each rank for itself, both with all processors
 
-What is sent takes as long as from the first piece's begin to the last one's end, in the second product as long as its
-sums take without their waits. Results must have the same bits in both forms.
+What is sent takes as long as from the first piece's begin to the last one's end; in the second product, as long as the
+programs sum and send for other ranks, without their waits, on average. Programs that have no tile left sum too, and so
+few senders leave most sums to the end. Results must have the same bits in both forms.
 """
 
 from __future__ import annotations
@@ -91,17 +92,20 @@ def first_figures(records: list[TileRecords], programs: int) -> ProductFigures:
     return ProductFigures(max(end, *ends) - begin, end - begin, mean(waited))
 
 
-def second_figures(records: list[TileRecords], senders: int) -> ProductFigures:
-    """Of the product whose results are summed and sent; `senders`: programs of each rank that do so."""
+def second_figures(records: list[TileRecords], programs: int) -> ProductFigures:
+    """Of the product whose results are summed and sent; `programs` of each rank. A rank's own pieces, which come last,
+    are not sent."""
     sending: list[float] = []
     exposed: list[float] = []
+    own = len(records[0].pieces_P3) // len(records)
     for record in records:
-        _, ready_P, ended_P = used_lines(record.pieces_P3).unbind(1)
-        sums_P = ended_P - ready_P
+        sent_P3 = used_lines(record.pieces_P3[:-own])
+        _, ready_P, ended_P = sent_P3.unbind(1)
         last_tile = used_lines(record.tiles_M3)[:, 2].max()
-        late = ended_P.max() - last_tile
-        sending.append(int(sums_P.sum()) / senders)
-        exposed.append(max(0, int(late)))
+        sums_P = ended_P - ready_P
+        late_P = ended_P - ready_P.clamp(min=last_tile)
+        sending.append(int(sums_P.sum()) / programs)
+        exposed.append(int(late_P.clamp(min=0).sum()) / programs)
     first, _ = span_of([record.tiles_M3 for record in records])
     _, last = span_of([record.pieces_P3 for record in records])
     return ProductFigures(last - first, mean(sending), mean(exposed))
@@ -271,7 +275,7 @@ def measure_layer(options: OverlapOptions, name: str, sizes: LayerSizes, device:
         if senders >= share:
             raise UserError(f"--senders {senders}, but a rank has {share} of {processors} processors; such as 4 and 8")
         together = TileRun(share, senders, apart=False)
-        apart = TileRun(processors, senders * RANKS, apart=True)
+        apart = TileRun(processors, processors, apart=True)
         for product, figures in measure_products(played, together, apart, options.repeat):
             rows.append({"layer": name, "senders": senders, "product": product, **figures})
             tell_progress(f"{name}, {product} product, {senders} senders: {figures['hidden']:.0%} hidden")
@@ -285,7 +289,7 @@ def measure_products(played: PlayedTiles, together: TileRun, apart: TileRun, rep
     yield "first", measure_together(played, played.multiply, together, repeat, activations, first, apart_seconds)
     give_back = partial(played.give_back, activations)
     results, apart_seconds = measure_apart(played, give_back, apart)
-    second = partial(second_figures, senders=together.senders)
+    second = partial(second_figures, programs=together.programs)
     yield "second", measure_together(played, give_back, together, repeat, results, second, apart_seconds)
 
 

@@ -71,34 +71,37 @@ def test_played_kernels_give_the_same_and_note_when_tiles_and_pieces_were_done()
     require_right_results(played, results)
     figures = second_figures(records, run.senders)
     assert 0 < figures.sending < figures.whole
-    assert figures.exposed >= figures.sending  # what is sent apart is exposed
+    assert figures.exposed == figures.sending  # apart, nothing is hidden
+
+
+UNUSED = [0, 0, 0]
 
 
 def records_of(tiles: list[list[int]], pieces: list[list[int]]) -> TileRecords:
-    unused = [[0, 0, 0]]
-    return TileRecords(torch.tensor(tiles + unused), torch.tensor(pieces + unused), torch.zeros(1, dtype=torch.int64))
+    return TileRecords(torch.tensor([*tiles, UNUSED]), torch.tensor(pieces), torch.zeros(1, dtype=torch.int64))
 
 
 def test_waits_of_programs_expose_what_arrives():
     """Pieces are sent from 10 to 50; of two programs on each of two ranks one waits for 10, another for 6."""
     ranks = [
-        records_of([[11, 21, 40], [12, 12, 60]], [[10, 10, 30]]),
-        records_of([[11, 17, 45], [45, 45, 70]], [[12, 12, 50]]),
+        records_of([[11, 21, 40], [12, 12, 60]], [[10, 10, 30], UNUSED]),
+        records_of([[11, 17, 45], [45, 45, 70]], [[12, 12, 50], UNUSED]),
     ]
     figures = first_figures(ranks, programs=2)
     assert figures == (60, 40, (10 / 2 + 6 / 2) / 2)
     assert figures.hidden == 1 - 4 / 40
 
 
-def test_what_is_sent_behind_the_last_tile_is_exposed():
-    """Two programs sum: for 10 and 20 on one rank, for 6 on the other, the last 5 and 0 behind the last tile."""
+def test_what_is_sent_to_others_behind_the_last_tile_is_exposed():
+    """Two programs of a rank sum two pieces for the other rank, and two for their own: for 10 and 20 on one rank, of
+    which 5 are behind its last tile, and for 6 and 8 on the other, of which all 8 are."""
     ranks = [
-        records_of([[0, 0, 45]], [[1, 20, 30], [1, 30, 50]]),
-        records_of([[2, 2, 60]], [[1, 50, 56]]),
+        records_of([[0, 0, 45]], [[1, 20, 30], [1, 30, 50], [50, 50, 60], [50, 50, 60]]),
+        records_of([[2, 2, 60]], [[1, 50, 56], [1, 62, 70], [60, 60, 62], UNUSED]),
     ]
-    figures = second_figures(ranks, senders=2)
-    assert figures == (56, ((10 + 20) / 2 + 6 / 2) / 2, 5 / 2)
-    assert figures.hidden == 1 - 2.5 / 9
+    figures = second_figures(ranks, programs=2)
+    assert figures == (70, (30 / 2 + 14 / 2) / 2, (5 / 2 + 8 / 2) / 2)
+    assert figures.hidden == 1 - 6.5 / 22
 
 
 @pytest.mark.gpu
