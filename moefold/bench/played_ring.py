@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -196,11 +196,12 @@ def played_ring_rows(device: str) -> list[Row]:
     precision = PRECISIONS[device]
     capability = cuda_capability(device)
     facts = Facts(device, precision, capability, attention=shape)
-    kernels = BoundKernels(facts)
     heads = random_heads(shape, facts)
     rows: list[Row] = []
     masks = played_masks(shape, device)
     for name, mask in masks.items():
+        is_plain = mask.begins_BS is None and not mask.window
+        kernels = BoundKernels(replace(facts, sees_all=is_plain))
         pairs = visible_pairs(mask, heads)
         flops = PRODUCTS * 2 * pairs * shape.heads * shape.head_dim
         work = whole_sequence(heads, mask, kernels)
