@@ -102,7 +102,8 @@ class PlayedRank:
 
 def played_run(config: Config, ranks: tuple[int, ...]) -> Run:
     """A run whose MoE layers play these ranks, in turn."""
-    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+    world = single_rank_world(config.train.device)
+    run = assemble_run(config, world, Path("."), random_corpus(config))
     layers = [module for module in run.model.modules() if isinstance(module, MoeSublayer)]
     for number, layer in enumerate(layers):
         layer.dispatcher = PlayedRank(config.model.moe.experts, ranks[number % len(ranks)])
