@@ -1,4 +1,4 @@
-"""Collectives over an Axis. On an axis of size one each returns its input and sends nothing.
+"""Collectives over an Axis. On an axis of one rank that has no process group each returns its input and sends nothing.
 
     all_gather       every rank's part, joined along dim 0            backward: reduce_scatter
     reduce_scatter   sum over ranks; each keeps its part of dim 0     backward: all_gather
@@ -40,7 +40,7 @@ def announce(what: str, axis: Axis, x: Tensor, sent: int) -> None:
 
 def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """Sum in place over the axis: every rank ends with the same total."""
-    if axis.size > 1:
+    if not axis.is_alone:
         sent = all_reduce_bytes(x, axis)
         announce("sum", axis, x, sent)
         with blocked():
@@ -50,7 +50,7 @@ def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
 
 def all_reduce_max_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """The element-wise maximum over the axis, in place."""
-    if axis.size > 1:
+    if not axis.is_alone:
         sent = all_reduce_bytes(x, axis)
         announce("max", axis, x, sent)
         largest = dist.ReduceOp.MAX
@@ -72,7 +72,7 @@ def reduce_scatter_bytes(x: Tensor, axis: Axis) -> int:
 
 def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's x, joined along dim 0; all have the same shape."""
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     others = axis.size - 1
     sent = x.nbytes * others
@@ -87,7 +87,7 @@ def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce_scatter_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of dim 0 of the sum over ranks."""
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     rows, *widths = x.shape
     part, rest = divmod(rows, axis.size)
@@ -104,7 +104,7 @@ def reduce_scatter_no_grad(x: Tensor, axis: Axis) -> Tensor:
 
 def all_to_all_no_grad(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axis, what: str = "rows") -> Tensor:
     """`send[i]` rows of x go to rank i, in order; the result is `receive[i]` rows from each rank i, in order."""
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     send = list(send)
     receive = list(receive)
@@ -122,25 +122,25 @@ def all_to_all_no_grad(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axi
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     return AllGather.apply(x, axis)  # pyright: ignore[reportReturnType]
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     return ReduceScatter.apply(x, axis)  # pyright: ignore[reportReturnType]
 
 
 def all_to_all(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axis, what: str = "rows") -> Tensor:
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     return AllToAll.apply(x, send, receive, axis, what)  # pyright: ignore[reportReturnType]
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     return AllReduce.apply(x, axis)  # pyright: ignore[reportReturnType]
 
@@ -197,6 +197,6 @@ class AllReduce(torch.autograd.Function):
 
 def bind_collective(collective: Collective, axis: Axis) -> BoundCollective:
     """A collective over one axis, for a module to hold; the identity where the axis has one rank."""
-    if axis.size == 1:
+    if axis.is_alone:
         return nn.Identity()
     return partial(collective, axis=axis)

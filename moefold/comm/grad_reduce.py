@@ -42,7 +42,7 @@ def wait_for_nothing() -> None: ...
 
 
 def reduce_scatter_fp32(x: Tensor, axis: Axis, allocate: Allocator = torch.empty) -> PendingReduction:
-    if axis.size == 1:
+    if axis.is_alone:
         return PendingReduction(wait_for_nothing, lambda: x)
     sent = reduce_scatter_bytes(x, axis)
     announce("reduce", axis, x, sent)
@@ -53,7 +53,7 @@ def reduce_scatter_fp32(x: Tensor, axis: Axis, allocate: Allocator = torch.empty
 
 
 def reduce_scatter_bf16(x: Tensor, axis: Axis, allocate: Allocator = torch.empty) -> PendingReduction:
-    if axis.size == 1:
+    if axis.is_alone:
         return PendingReduction(wait_for_nothing, lambda: x)
     if x.dtype == torch.bfloat16:
         sent = x

@@ -1,4 +1,4 @@
-"""Objects of the host sent between ranks, pickled by torch. On an axis of size one nothing is sent.
+"""Objects of the host sent between ranks, pickled by torch. On an axis of one rank nothing is sent.
 
     broadcast_object   the first rank's object, on every rank
     first_object       the object of the first rank that has one, on every rank
@@ -35,7 +35,7 @@ def broadcast_object(item: T, axis: Axis) -> T:
 
 def first_object(item: T | None, axis: Axis) -> T | None:
     """The item of the first rank whose item is not None; None where no rank has one."""
-    if axis.size == 1:
+    if axis.is_alone:
         return item
     nobody = axis.size
     mine = nobody if item is None else axis.index
@@ -50,7 +50,7 @@ def first_object(item: T | None, axis: Axis) -> T | None:
 
 def gather_objects(item: T, axis: Axis) -> list[T] | None:
     """The items of all ranks, in order, on the first rank of the axis; None on the others."""
-    if axis.size == 1:
+    if axis.is_alone:
         return [item]
     raw = encode_object(item)
     rows = None
@@ -68,7 +68,7 @@ def gather_objects(item: T, axis: Axis) -> list[T] | None:
 
 def scatter_objects(items: Sequence[T] | None, axis: Axis) -> T:
     """This rank's item of those that the first rank of the axis has; the others have None."""
-    if axis.size == 1:
+    if axis.is_alone:
         assert items is not None
         return items[0]
     rows = None
@@ -103,7 +103,7 @@ def unite_sets(sets: list[set[T]]) -> set[T]:
 
 def broadcast_from(source: int, item: T, axis: Axis) -> T:
     """The item of one rank of the axis, by its index."""
-    if axis.size == 1:
+    if axis.is_alone:
         return item
     raw = encode_object(item)
     size = torch.tensor([len(raw)])

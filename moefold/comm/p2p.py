@@ -22,7 +22,7 @@ from moefold.watch.position import note_collective
 
 def staged_through_host(x: Tensor, axis: Axis) -> Tensor:
     """x, or a copy of it on the host where gloo, which sends host memory only, serves ranks that share a GPU."""
-    if not x.is_cuda or axis.size == 1:
+    if not x.is_cuda or axis.is_alone:
         return x
     if dist.get_backend(axis.group) != "gloo":
         return x

@@ -21,7 +21,7 @@ class RingShift:
         self.sent = staged_through_host(whole, axis)
         self.received = self.sent
         self.works = []
-        if axis.size > 1:
+        if not axis.is_alone:
             announce("turn", axis, x, x.nbytes)
             self.received = torch.empty_like(self.sent)
             self.works = self.start_exchange(axis)

@@ -61,6 +61,11 @@ class Axis:
     def __post_init__(self):
         object.__setattr__(self, "size", len(self.ranks))
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether collectives return their input: one rank. With a process group of its own it sends to itself."""
+        return self.size == 1 and self.group is None
+
 
 class ContextAxes(NamedTuple):
     """The ranks that share a sequence: along cp alone and with tp, and the parts of cp inside and across nodes."""
@@ -183,11 +188,13 @@ def across_nodes(name: str) -> str:
 
 class AxisMaker:
     """Creates axes and their process groups. Equal partitions share one group if they are of one `use`: collectives of
-    different uses may be under way at the same time, and two ranks could begin them in different orders."""
+    different uses may be under way at the same time, and two ranks could begin them in different orders.
+    `groups_of_one`: whether one rank has groups too, and sends to itself."""
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, groups_of_one: bool = False):
         self.rank = rank
         self.size = size
+        self.groups_of_one = groups_of_one
         self.groups: dict[tuple[str, Partition], Group] = {}
 
     def make_axis(self, name: str, partition: Partition, use: str = "") -> Axis:
@@ -225,7 +232,7 @@ class AxisMaker:
     def create_group(self, ranks: Ranks, use: str) -> dist.ProcessGroup | None:
         """A group of these ranks; None for one rank, torch's own group of all ranks where that will do. Only members
         take part: every rank creates one group of each partition, its own, and all in the same order."""
-        if len(ranks) == 1:
+        if len(ranks) == 1 and not self.groups_of_one:
             return None
         if len(ranks) == self.size and use == "":
             return dist.group.WORLD
@@ -240,13 +247,15 @@ def create_world(
     node_size: int | None = None,
     store: dist.Store | None = None,
     shard: ShardConfig | None = None,
+    groups_of_one: bool = False,
 ) -> World:
     """Fold the ranks into the two grids and create this rank's groups, in the same order on all ranks. `node_size`: how
-    many ranks share a machine (all, if not said)."""
+    many ranks share a machine (all, if not said). `groups_of_one`: whether axes of one rank send to themselves, by
+    which collectives run where no other rank is."""
     shard = shard or ShardConfig()
     dense, expert = fold_into_grids(size, parallel)
     node_size = node_size or size
-    maker = AxisMaker(rank, size)
+    maker = AxisMaker(rank, size, groups_of_one)
     everyone = maker.make_axis("world", (Digit(1, size),))
     axes: dict[tuple[str, ...], Axis] = {}
     for names in AXIS_COMBINATIONS:

@@ -25,7 +25,7 @@ class Embedding(DeclaringModule):
     def forward(self, tokens_C: Tensor) -> Tensor:
         """Each rank looks up the words it holds and gives zeros for the rest; the sum has every token once."""
         weight_vD = self.weight
-        if self.tp.size == 1:
+        if self.tp.is_alone:
             return self.embedding(tokens_C, weight_vD)
         words = len(weight_vD)
         first = self.tp.index * words

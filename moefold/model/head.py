@@ -64,7 +64,7 @@ class Head(DeclaringModule):
     def words(self) -> VocabShard:
         """The words that this tp rank holds."""
         tp = self.tp
-        if tp.size == 1:
+        if tp.is_alone:
             return WHOLE_VOCABULARY
         first = tp.index * len(self.matrix_vD())
         add_up = partial(all_reduce_no_grad, axis=tp)

@@ -46,7 +46,7 @@ def reduce_scatter_fp8(
     payloads: PayloadOps = REFERENCES,
 ) -> PendingReduction:
     """Start to sum x over the axis; x itself is overwritten."""
-    if axis.size == 1:
+    if axis.is_alone:
         return PendingReduction(wait_for_nothing, lambda: x)
     parts_nS = x.view(axis.size, -1)
     size = parts_nS.shape[1]

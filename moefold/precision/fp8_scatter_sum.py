@@ -126,7 +126,7 @@ def attach_fp8_sums(
     backward = precision.tp_sum_gradients == "fp8"
     tp = world.axis("tp")
     quantises = forward or backward
-    if tp.size == 1 or not quantises:
+    if tp.is_alone or not quantises:
         return
     rule = ScaleRule(E4M3, precision.power_of_two_scales)
     format = ScatterFormat(forward, backward, rule, payload_ops(kernels))

@@ -414,7 +414,7 @@ class BucketMaker:
 
     def make_storage(self, key: BucketKey, places: Places, like: Tensor, replicas: Axis) -> WeightStorage:
         size = places.size
-        sharded = self.sharded if replicas.size > 1 or key.on_host else None
+        sharded = self.sharded if key.on_host or not replicas.is_alone else None
         if key.in_blocks:
             make = BlockWeights if sharded is None else ShardedBlockWeights
             tensors = [parameter.tensor for parameter in places.parameters]

@@ -85,7 +85,7 @@ class Publisher:
 
     def has_replicas(self, number: int) -> bool:
         replicas = self.buckets[number].replicas
-        return replicas.size > 1
+        return not replicas.is_alone
 
     def publish(self) -> None:
         """Start gathering every bucket's weights from the ranks that updated them, or that loaded their share."""
@@ -133,7 +133,7 @@ def gather_shares(bucket: Bucket, what: str) -> PendingGather:
     works: list[PendingWork] = []
     sent: list[Tensor] = []
     for gathered, own in wires:
-        if bucket.replicas.size == 1:
+        if bucket.replicas.is_alone:
             works += copy_from_host(gathered, own)
             continue
         mine = own.to(gathered.device, non_blocking=True)  # from the host, if it lies there

@@ -194,7 +194,7 @@ def take_device_part(run: Run, batch: Batch) -> StepOutputs:
     run.before_update()  # nothing waits inside of a graph
     if graph.captures_next(batch):
         prepare_capture(run)
-    outputs, replayed = graph.take_step(batch, partial(compute_step, run))
+    outputs, replayed = graph.take_step(batch, partial(compute_whole_step, run))
     if replayed:
         run.gradients.restore(outputs.gradients)
         note_replayed_update(run.gradients.buckets)
@@ -207,6 +207,13 @@ def prepare_capture(run: Run) -> None:
     run.gradients.begin()
     note_replayed_update(run.gradients.buckets)
     run.scale_histories.forget_scales()
+
+
+def compute_whole_step(run: Run, batch: Batch) -> StepOutputs:
+    """The device part of a step with the gathers of its weights: a graph ends with all that it began."""
+    outputs = compute_step(run, batch)
+    run.parameters.await_all_buckets()
+    return outputs
 
 
 def compute_step(run: Run, batch: Batch) -> StepOutputs:
