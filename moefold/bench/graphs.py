@@ -17,6 +17,7 @@ from itertools import product
 import torch
 from rich.console import Console
 
+from moefold.bench.clock import busy_milliseconds
 from moefold.bench.machine import GIB, free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import GraphsOptions
 from moefold.bench.report import (
@@ -33,7 +34,6 @@ from moefold.config.errors import UserError, all_of
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.memory.graphs import WARM_UP_STEPS, make_step_graph
-from moefold.observe.profile import profile_device
 from moefold.train.assemble import Run
 from moefold.train.host_duties import collect_garbage_manually
 from moefold.train.step import train_step
@@ -41,7 +41,6 @@ from moefold.train.step import train_step
 MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b")
 KINDS = ("whole", "static")
 LONGEST = 4096
-PROFILED_STEPS = 3
 CAPTION = """milliseconds of whole steps: forward, backward, clipping, update. busy: kernels of an eager step.
 over busy: graph / busy, and what it should be at most. times: eager / graph, and what it should be at least.
 static: graphs of attention, routers, dense MLPs and shared experts; the rest is launched by the host."""
@@ -144,7 +143,7 @@ def time_case(run: Run, case: GraphCase, steps: int) -> GraphTiming:
     run.static_graphs = None
     with collect_garbage_manually():
         eager = milliseconds_of_steps(take_step, steps)
-        busy = busy_milliseconds(run, take_step)
+        busy = busy_milliseconds(take_step, run.world.device)
         run.graph = make_step_graph(run.config, run.world)
         run.static_graphs = graphs
         torch.cuda.reset_peak_memory_stats()
@@ -172,17 +171,6 @@ def milliseconds_of_steps(take_step: TakeStep, steps: int) -> float:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     return seconds / steps * 1e3
-
-
-def busy_milliseconds(run: Run, take_step: TakeStep) -> float:
-    """The least of several steps."""
-    seconds: list[float] = []
-    for _ in range(PROFILED_STEPS):
-        with profile_device(run.world.device) as read_profile:
-            take_step()
-        profile = read_profile()
-        seconds.append(profile.busy_seconds)
-    return min(seconds) * 1e3
 
 
 def row_of(name: str, kind: str, case: GraphCase, timing: GraphTiming) -> Row:

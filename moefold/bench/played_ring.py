@@ -2,27 +2,25 @@
 
 The blocks of all ranks are computed one after the other on one device, as ranks compute them: chunks in zig-zag order,
 blocks that no query sees left out, each merged into earlier ones. Nothing is sent. The time is that of all blocks,
-forward and backward, by events on a GPU and by the clock on a CPU; the rate counts pairs of a query and a key that it
-sees, and is compared with that of attention over the whole sequence with the same mask.
+forward and backward, by their kernels on a GPU and by the clock on a CPU; the rate counts pairs of a query and a key
+that it sees, and is compared with that of attention over the whole sequence with the same mask.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import NamedTuple
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
+from moefold.bench.clock import busy_milliseconds, median_seconds
 from moefold.bench.machine import cuda_capability
 from moefold.bench.report import Row, add_number_columns, report_table
 from moefold.bench.ring_blocks import MEAN_DOCUMENT, BlockMask, document_begins
 from moefold.kernels.attention.attention import attention
-from moefold.kernels.attention.autotune import median_milliseconds
 from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import AttentionShape, Facts
@@ -270,16 +268,11 @@ def whole_sequence(heads: Heads, mask: BlockMask, kernels: BoundKernels) -> Call
 
 
 def timed(work: Work, device: str) -> float:
-    """Milliseconds: the median of several runs."""
+    """Milliseconds: on a GPU those in which kernels ran, behind a call to warm up; on a CPU those of the clock."""
     if device == "cuda":
-        return median_milliseconds(work)  # pyright: ignore[reportArgumentType]
-    times: list[float] = []
-    for _ in range(1 + CPU_RUNS):
-        begun = time.perf_counter()
         work()
-        took = time.perf_counter() - begun
-        times.append(took * 1e3)
-    return median(times[1:])
+        return busy_milliseconds(work, torch.device(device))
+    return median_seconds(work, device, CPU_RUNS) * 1e3
 
 
 def played_row(mask: str, ring: str, milliseconds: float, flops: float) -> Row:

@@ -275,7 +275,7 @@ def measure_layer(options: OverlapOptions, name: str, sizes: LayerSizes, device:
         if senders >= share:
             raise UserError(f"--senders {senders}, but a rank has {share} of {processors} processors; such as 4 and 8")
         together = TileRun(share, senders, apart=False)
-        apart = TileRun(processors, processors, apart=True)
+        apart = TileRun(processors, processors - 1, apart=True)
         for product, figures in measure_products(played, together, apart, options.repeat):
             rows.append({"layer": name, "senders": senders, "product": product, **figures})
             tell_progress(f"{name}, {product} product, {senders} senders: {figures['hidden']:.0%} hidden")
