@@ -43,8 +43,7 @@ def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
     if not axis.is_alone:
         sent = all_reduce_bytes(x, axis)
         announce("sum", axis, x, sent)
-        with blocked():
-            dist.all_reduce(x, group=axis.group)
+        reduce_in_place(x, dist.ReduceOp.SUM, axis)
     return x
 
 
@@ -53,10 +52,17 @@ def all_reduce_max_no_grad(x: Tensor, axis: Axis) -> Tensor:
     if not axis.is_alone:
         sent = all_reduce_bytes(x, axis)
         announce("max", axis, x, sent)
-        largest = dist.ReduceOp.MAX
-        with blocked():
-            dist.all_reduce(x, op=largest, group=axis.group)
+        reduce_in_place(x, dist.ReduceOp.MAX, axis)
     return x
+
+
+def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
+    """NCCL reduces contiguous tensors alone."""
+    whole = x.contiguous()
+    with blocked():
+        dist.all_reduce(whole, op=op, group=axis.group)
+    if whole is not x:
+        x.copy_(whole)
 
 
 def all_reduce_bytes(x: Tensor, axis: Axis) -> int:
