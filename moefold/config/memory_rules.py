@@ -22,7 +22,6 @@ RECOMPUTE = "memory.recompute"
 OFFLOAD = "memory.offload"
 GRAPHS = "memory.graphs"
 EXPERT_TILE = 128
-RANK_AXES = ("tp", "cp", "pp", "ep", "etp")
 
 MEMORY_RULES = RuleList()
 
@@ -156,26 +155,30 @@ def has_whole_graph(c: ConfigOnRanks) -> bool:
     return c.memory.graphs == "whole"
 
 
-def axes_in_the_way(c: ConfigOnRanks) -> str:
-    """Each axis with more than one rank, as a setting."""
-    sizes = {name: getattr(c.parallel, name) for name in RANK_AXES}
-    settings = [f"parallel.{name} = {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join(settings) or f"data parallelism over {c.dp} ranks"
+def axes_led_by_the_host(c: ConfigOnRanks) -> list[str]:
+    """Axes, as settings, over which the host sizes or launches messages: experts too, unless the dispatcher asks no
+    host."""
+    parallel = c.parallel
+    names = ["cp", "pp"]
+    if parallel.dispatcher != "symmetric":
+        names += ["ep", "etp"]
+    sizes = {name: getattr(parallel, name) for name in names}
+    return [f"parallel.{name} = {size}" for name, size in sizes.items() if size > 1]
 
 
-def several_ranks(c: ConfigOnRanks) -> str:
-    way = axes_in_the_way(c)
+def host_leads_exchanges(c: ConfigOnRanks) -> str:
+    way = ", ".join(axes_led_by_the_host(c))
     return f"memory.graphs = whole: {way} is in the way: exchanges between ranks are sized and launched by the host"
 
 
 @MEMORY_RULES.rule(
-    "a whole graph is of one rank",
-    (GRAPHS, *(f"parallel.{name}" for name in RANK_AXES)),
-    says=several_ranks,
+    "no exchange of a whole graph needs the host",
+    (GRAPHS, "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp", "parallel.dispatcher"),
+    says=host_leads_exchanges,
     fix="set memory.graphs to none",
 )
-def whole_graph_is_of_one_rank(c: ConfigOnRanks) -> bool:
-    return not has_whole_graph(c) or c.world == 1
+def no_exchange_of_a_whole_graph_needs_the_host(c: ConfigOnRanks) -> bool:
+    return not has_whole_graph(c) or not axes_led_by_the_host(c)
 
 
 @MEMORY_RULES.rule(

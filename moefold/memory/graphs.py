@@ -19,10 +19,11 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moefold.anatomy.tape_obstacles import tape_obstacles
-from moefold.config.errors import RunFailure
+from moefold.config.errors import RunFailure, UserError
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
@@ -270,10 +271,19 @@ class StepGraph(Generic[T]):
         return Taken(self.captured.outputs, True)
 
 
+def require_own_gpus(world: World) -> None:
+    if world.size > 1 and dist.get_backend(world.everyone.group) == "gloo":
+        raise UserError(
+            f"memory.graphs = whole: {world.size} ranks share GPUs, over gloo, whose messages cannot be captured; "
+            "expected a GPU for each rank; set memory.graphs to none"
+        )
+
+
 def make_step_graph(config: Config, world: World) -> StepGraph[Any] | None:
     """The graph of a run by `memory.graphs`, if it has one of the whole step, or on a CPU its tape."""
     device = world.device
     if config.memory.graphs == "whole":
+        require_own_gpus(world)
         recorder = CudaRecorder(device)
         return StepGraph(recorder)
     if not tape_obstacles(config, world.size):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from moefold.anatomy.model_totals import active_parameters, total_parameters
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.config.errors import printable_text
-from moefold.config.memory_rules import RANK_AXES
 from moefold.config.run import Config, MoeConfig
 from moefold.observe.progress import compact_number
+
+RANK_AXES = ("tp", "cp", "pp", "ep", "etp")
 
 
 def describe_run(config: Config, step: int) -> list[tuple[str, str]]:

@@ -303,10 +303,10 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.graphs=static --train.record_routing=a.routing", 1, "train.record_routing = a.routing"),
         ("--memory.graphs=static --optim.qk_clip=50 --model.attention.qk_norm=none", 1, "optim.qk_clip = 50"),
     ],
-    "a whole graph is of one rank": [
+    "no exchange of a whole graph needs the host": [
         ("--memory.graphs=whole --parallel.ep=2", 2, "parallel.ep = 2 is in the way"),
-        ("--memory.graphs=whole --parallel.tp=2 --parallel.cp=2", 4, "parallel.tp = 2, parallel.cp = 2 is in the way"),
-        ("--memory.graphs=whole", 2, "data parallelism over 2 ranks"),
+        ("--memory.graphs=whole --parallel.pp=2 --parallel.cp=2", 4, "parallel.cp = 2, parallel.pp = 2 is in the way"),
+        ("--memory.graphs=whole --parallel.pp=2 --parallel.dispatcher=symmetric", 2, "parallel.pp = 2 is in the way"),
     ],
     "a whole graph is of bf16 on a GPU": [
         ("--memory.graphs=whole --train.device=cpu", 1, "train.device = cpu"),

@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.config.errors import RunFailure
+from moefold.config.errors import RunFailure, UserError
 from moefold.config.run import Config
-from moefold.layout.axes import single_rank_world
-from moefold.memory.graphs import StepGraph, capture_work
+from moefold.layout.axes import World, single_rank_world
+from moefold.memory.graphs import StepGraph, capture_work, require_own_gpus
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import validation_loss
 from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
 from moefold.train.step import StepReport, take_next_step, train_step
 from moefold.train.step_profile import profile_step
+from tests.support.ranks import run_ranks
 from tests.support.tape import TapeRecorder
 from tests.train.test_fp8_runs import counting_corpus
 
@@ -236,3 +237,17 @@ def test_a_failed_capture_tells_the_error_of_its_work():
         capture_work(SpoiltCapture(), partial(torch.zeros, 1), "the step")
     with pytest.raises(torch.OutOfMemoryError, match="12 GiB"):
         capture_work(SpoiltCapture(), partial(fail_with, torch.OutOfMemoryError("12 GiB")), "the step")
+
+
+def refusal_of(world: World) -> str:
+    try:
+        require_own_gpus(world)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_meet_over_gloo_have_no_graph_of_a_step():
+    assert refusal_of(single_rank_world()) == ""
+    for refusal in run_ranks(refusal_of, 2):
+        assert "2 ranks share GPUs, over gloo, whose messages cannot be captured" in refusal
