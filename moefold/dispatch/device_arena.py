@@ -67,18 +67,22 @@ class DeviceArena:
         return self.arena_rooms.of_exchange(self.number, rows, width, dtype, offset)
 
     def exchange(self, what: str) -> None:
-        from moefold.kernels.routing.peer_signals_triton import launch_exchange_signals
-
         self.require_peers()
         note_collective(what, self.axis.name)
         if not self.tail.is_given:
-            launch_exchange_signals(self.tail)
+            self.give_signals()
         self.tail.is_given = False
         self.number += 1
 
+    def give_signals(self) -> None:
+        from moefold.kernels.routing.peer_signals_triton import launch_exchange_signals
+
+        launch_exchange_signals(self.tail)
+
     def require_peers(self) -> None:
-        lost, number = self.seen_fault_2
+        lost = self.seen_fault_2[0]
         if lost:
+            number = self.seen_fault_2[1]
             raise lost_peer(self.axis, int(lost) - 1, f"exchange {number}", self.tail.patience)
 
 

@@ -50,7 +50,7 @@ class ExpertPlacement:
     def experts(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def rank_count(self) -> int:
         return max(self.ranks) + 1
 

@@ -11,7 +11,7 @@ kept rooms where layers run on two lanes.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefold.comm.arena import ArenaRooms
@@ -24,34 +24,41 @@ class KeptRoom:
     """A room that is kept for the first tokens of a plan. `memory`: its bytes, until they are taken; None: there is no
     such room."""
 
-    def __init__(self, number: int, memory: Tensor | None):
+    def __init__(self, number: int, memory: UntypedStorage | None):
         self.number = number
         self.memory = memory
         self.is_taken = False
 
-    def take(self) -> Tensor | None:
-        """The memory, for the first who asks."""
+    def take(self, rows: int, x_TD: Tensor) -> Tensor | None:
+        """The first rows of the room, like those of `x_TD`, for the first who asks."""
         memory = self.memory
         self.memory = None
         self.is_taken = True
-        return memory
+        if memory is None:
+            return None
+        width = x_TD.shape[1]
+        nothing = x_TD.new_empty(0)
+        return nothing.set_(memory, 0, (rows, width), (width, 1))
 
 
 class KeptRooms:
     """The kept rooms of one rank. `users`: of the memory that each room had when it was last kept."""
 
     def __init__(self, rooms: ArenaRooms, rank: int):
-        self.part = rooms.parts[rank]
-        self.sizes = rooms.sizes
-        self.numbers = range(TURNS, self.sizes.rooms)
+        part = rooms.parts[rank]
+        sizes = rooms.sizes
+        self.device = part.device
+        self.room_bytes = sizes.room_bytes
+        self.first_address = part.data_ptr() + sizes.first_room
+        self.numbers = range(TURNS, sizes.rooms)
         self.users: dict[int, StorageWeakRef] = {}
 
     def keep_one(self) -> KeptRoom:
         """A room that nobody uses, or none."""
         for number in self.numbers:
             if not self.is_used(number):
-                memory = self.view_room(number)
-                self.users[number] = StorageWeakRef(memory.untyped_storage())
+                memory = self.open_room(number)
+                self.users[number] = StorageWeakRef(memory)
                 return KeptRoom(number, memory)
         return KeptRoom(NO_ROOM, None)
 
@@ -59,10 +66,7 @@ class KeptRooms:
         user = self.users.get(number)
         return user is not None and not user.expired()
 
-    def view_room(self, number: int) -> Tensor:
+    def open_room(self, number: int) -> UntypedStorage:
         """The bytes of a room in a storage of their own, whose life is that of their users."""
-        size = self.sizes.room_bytes
-        room = self.part[self.sizes.bytes_of_room(number, size)]
-        storage = torch._C._construct_storage_from_data_pointer(room.data_ptr(), room.device, size)
-        nothing = torch.empty(0, dtype=torch.uint8, device=room.device)
-        return nothing.set_(storage)
+        address = self.first_address + number * self.room_bytes
+        return torch._C._construct_storage_from_data_pointer(address, self.device, self.room_bytes)

@@ -97,12 +97,13 @@ class ArenaDispatcher:
 
     def plan(self, routing: Routing) -> Receipt:
         weights_TK, ids_TK = routing
-        self.require_room(len(ids_TK))
+        self.require_room(ids_TK.shape[0])
         kept = self.kept_rooms.keep_one()
-        arranged = ArrangeArrivals.apply(weights_TK, ids_TK, self, kept)
-        index_R, slots_NK, weight_R, ends_e, slots_Ts, room_s = arranged  # pyright: ignore[reportGeneralTypeIssues]
-        order = RowOrder(index_R, slots_NK, weight_R, ends_e, holes=True)
+        arranged = self.exchange_choices(weights_TK.detach(), ids_TK, kept)
+        index_R, slots_NK, _, ends_e, slots_Ts, room_s = arranged
         leg = ArenaLeg(slots_Ts, room_s, kept)
+        weight_R: Tensor = ArriveWeights.apply(weights_TK, self, leg, arranged)  # pyright: ignore[reportAssignmentType]
+        order = RowOrder(index_R, slots_NK, weight_R, ends_e, holes=True)
         return Receipt(order, (leg,))
 
     def require_room(self, tokens: int) -> None:
@@ -178,22 +179,24 @@ class ArenaDispatcher:
         """The rows that arrive. The first rows of a leg lie in the kept room of this rank. Others, and those for which
         it has none, lie in the room of a turn, which the exchange after the next overwrites, and are copied."""
         room_s = None if leg.kept.is_taken else leg.room_s
-        memory = leg.kept.take()
-        arrived_ND = self.push(x_TD, leg, "tokens", room_s)
-        if memory is None:
-            return arrived_ND.clone()
-        return memory.view(x_TD.dtype)[: arrived_ND.numel()].view(arrived_ND.shape)
+        kept_ND = leg.kept.take(self.rows.arriving, x_TD)
+        rooms = self.push(x_TD, leg, "tokens", room_s)
+        return self.arrived(rooms).clone() if kept_ND is None else kept_ND
 
-    def push(self, x_TD: Tensor, leg: ArenaLeg, what: str, room_s: Tensor | None = None) -> Tensor:
-        """The rows that arrive, in the room of the turn."""
-        width = x_TD.shape[1]
-        rooms = self.arena.arena_rooms.together(self.rows.arriving + 1, width, x_TD.dtype)
+    def push(self, x_TD: Tensor, leg: ArenaLeg, what: str, room_s: Tensor | None = None) -> list[Tensor]:
+        """The rooms of the turn, which the rows arrive in."""
+        rooms = self.rooms_for(x_TD)
+        every_room = self.arena.arena_rooms.together(self.rows.arriving + 1, x_TD.shape[1], x_TD.dtype)
         turn = self.arena.number % TURNS
         self.count_rows(what, leg.slots_Ts, x_TD)
-        self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, rooms, turn, room_s, self.arena.tail)
+        self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, every_room, turn, room_s, self.arena.tail)
         self.arena.exchange(what)
+        return rooms
+
+    def arrived(self, rooms: list[Tensor]) -> Tensor:
+        """The rows that have arrived in the room of this rank."""
         own = rooms[self.index]
-        return own[turn, : self.rows.arriving]
+        return own[: self.rows.arriving]
 
     def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: ArenaLeg) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
@@ -240,21 +243,18 @@ def by_sender(rooms: list[Tensor], senders: int) -> list[Tensor]:
     return [room.view(senders, -1, room.shape[1]) for room in rooms]
 
 
-class ArrangeArrivals(torch.autograd.Function):
-    """The plan of one routing; backward returns the gradients of router weights."""
+class ArriveWeights(torch.autograd.Function):
+    """Router weights of the rows that a plan has arranged; backward returns their gradients."""
 
     @staticmethod
-    def forward(ctx, weights_TK, ids_TK, dispatcher: ArenaDispatcher, kept: KeptRoom):
-        arranged = dispatcher.exchange_choices(weights_TK, ids_TK, kept)
-        leg = ArenaLeg(arranged.slots_Ts, arranged.room_s, kept)
+    def forward(ctx, weights_TK, dispatcher: ArenaDispatcher, leg: ArenaLeg, arranged: ArrangedArrivals):
         ctx.way = (dispatcher, leg, arranged.slots_NK)
-        integers = (arranged.index_R, arranged.slots_NK, arranged.ends_e, arranged.slots_Ts, arranged.room_s)
-        ctx.mark_non_differentiable(*integers)
         ctx.set_materialize_grads(False)
-        return tuple(arranged)
+        return arranged.weight_R
 
     @staticmethod
-    def backward(ctx, _index, _slots, dweight_R, *_):
+    def backward(ctx, *gradients):
+        (dweight_R,) = gradients
         if dweight_R is None:
             return None, None, None, None
         dispatcher, leg, slots_NK = ctx.way
@@ -287,7 +287,8 @@ class SumResults(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         dispatcher, leg = ctx.way
-        dy_ND = dispatcher.push(gradients[0], leg, "gradients of results").clone()
+        rooms = dispatcher.push(gradients[0], leg, "gradients of results")
+        dy_ND = dispatcher.arrived(rooms).clone()
         return dy_ND, None, None
 
 
@@ -302,7 +303,8 @@ class CombineRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         dispatcher, order, leg = ctx.way
-        dy_ND = dispatcher.push(gradients[0], leg, "gradients of results")
+        rooms = dispatcher.push(gradients[0], leg, "gradients of results")
+        dy_ND = dispatcher.arrived(rooms)
         dy_RD = dispatcher.gather_rows(dy_ND, order.index_R, order.slots_NK, order.holes)
         return dy_RD, None, None, None
 

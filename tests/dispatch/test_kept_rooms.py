@@ -50,7 +50,7 @@ class Sender:
     def dispatch(self, receipt: Receipt, value: float) -> Arrived:
         arrived = self.dispatcher.dispatch(torch.full((TOKENS, WIDTH), value + self.rank), receipt).source_ND
         kept = self.dispatcher.kept_rooms
-        begins = {kept.view_room(number).data_ptr(): number for number in range(TURNS + ROOMS)}
+        begins = {kept.open_room(number).data_ptr(): number for number in range(TURNS + ROOMS)}
         return Arrived(arrived, begins.get(arrived.data_ptr(), -1), is_of(arrived, value))
 
 

@@ -10,7 +10,8 @@ E experts, e experts held here, N rows of arrived tokens, R rows of experts.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,11 +19,16 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS, columns_of_counts
-from moefold.kernels.kept_launch_triton import launch_kept
+from moefold.kernels.kept_launch_triton import MOST_KEPT, KeptLaunch
 from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room
-from moefold.kernels.routing.peer_signals_triton import begin_exchange, end_exchange, tail_arguments
+from moefold.kernels.routing.peer_signals_triton import (
+    TailNumbers,
+    begin_exchange,
+    end_exchange,
+    tail_arguments,
+)
 from moefold.kernels.tile_triton import (
     load_or_zero,
     numbers_from,
@@ -472,6 +478,38 @@ def arrange_arrivals_kernel(
 PlanRoomLists = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
+class PlanSizes(NamedTuple):
+    """Of the rooms of a plan: ranks that send, tokens that each may send, choices of a token, blocks, and counts."""
+
+    senders: int
+    most: int
+    k: int
+    blocks: int
+    columns: int
+
+
+def plan_sizes(positions_sTK: Tensor, counts_sBC: Tensor) -> PlanSizes:
+    return PlanSizes(*positions_sTK.shape, *counts_sBC.shape[1:])
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def announce_launch(
+    sizes: PlanSizes,
+    tokens: int,
+    experts: int,
+    sender: int,
+    kept_room: int,
+    tail: TailNumbers,
+) -> KeptLaunch:
+    senders, most, k, blocks, columns = sizes
+    ranks = columns - experts - 1
+    widths = [width_of(size) for size in (k, experts, ranks)]
+    counted = (tokens, most, experts, ranks, experts // ranks)
+    constants = (senders, k, *widths, BLOCK_TOKENS)
+    numbers = (sender, kept_room, *counted, *tail, *constants)
+    return KeptLaunch(announce_choices_kernel, (blocks,), numbers, WARPS)
+
+
 def launch_announce_choices(
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -482,23 +520,30 @@ def launch_announce_choices(
 ) -> None:
     """`numbers`: this sender, and the room that it keeps."""
     positions, _, counts = rooms
-    senders, most, k = positions[0].shape
-    blocks, columns = counts[0].shape[1:]
-    tokens = len(ids_TK)
-    experts = len(position_E)
-    ranks = columns - experts - 1
-    held = experts // ranks
     device = ids_TK.device
     tables = [address_table(each, device) for each in rooms]
-    ids_TK = ids_TK.contiguous()
-    weights_TK = weights_TK.contiguous()
-    tail_inputs, tail_numbers = tail_arguments(tail, position_E)
-    inputs = (ids_TK, weights_TK, position_E, *tables, *tail_inputs)
-    sizes = (tokens, most, experts, ranks, held)
-    widths = [width_of(size) for size in (k, experts, ranks)]
-    constants = (senders, k, *widths, BLOCK_TOKENS)
-    all_numbers = (*numbers, *sizes, *tail_numbers, *constants)
-    launch_kept(announce_choices_kernel, (blocks,), inputs, all_numbers, WARPS)
+    tail_tensors, tail_numbers = tail_arguments(tail, position_E)
+    sizes = plan_sizes(positions[0], counts[0])
+    launch = announce_launch(sizes, ids_TK.shape[0], position_E.shape[0], *numbers, tail_numbers)
+    launch(ids_TK.contiguous(), weights_TK.contiguous(), position_E, *tables, *tail_tensors)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def arrange_launch(sizes: PlanSizes, shape: ArrivalShape, watches: bool) -> KeptLaunch:
+    senders, most, k, blocks, columns = sizes
+    ranks = senders // shape.etp
+    experts = ranks * shape.held
+    assert columns == columns_of_counts(experts, ranks), f"counts have {columns} columns"
+    programs = senders * blocks
+    bounds = (shape.arriving, shape.rows)
+    counted = (shape.tokens, most, blocks, programs, *bounds, experts, ranks, shape.held)
+    widths = (width_of(k), width_of(shape.held), width_of(ranks))
+    step = counted_blocks(programs, shape.held)
+    shares = -(-programs // 2)  # with four ranks of 4,096 tokens all programs run at a time
+    grid = (programs + blocks + shares,)
+    constants = (watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, step, FILLED)
+    numbers = (shape.sender, shape.rank, *counted, *constants)
+    return KeptLaunch(arrange_arrivals_kernel, grid, numbers, WARPS)
 
 
 def launch_arrange_arrivals(
@@ -508,43 +553,27 @@ def launch_arrange_arrivals(
     lost: Tensor | None,
 ) -> ArrangedArrivals:
     positions_sTK, weights_sTK, counts_sBC = rooms
-    senders, most, k = positions_sTK.shape
-    _, blocks, columns = counts_sBC.shape
-    ranks = senders // shape.etp
-    experts = ranks * shape.held
-    integers = positions_sTK.new_empty(0)
+    sizes = plan_sizes(positions_sTK, counts_sBC)
     arranged = ArrangedArrivals(
-        integers.new_empty(shape.rows),
-        integers.new_empty(shape.arriving, k),
+        counts_sBC.new_empty(shape.rows),
+        counts_sBC.new_empty(shape.arriving, sizes.k),
         weights_sTK.new_empty(shape.rows),
-        integers.new_empty(shape.held),
-        integers.new_empty(shape.tokens, senders),
-        integers.new_empty(senders),
+        counts_sBC.new_empty(shape.held),
+        counts_sBC.new_empty(shape.tokens, sizes.senders),
+        counts_sBC.new_empty(sizes.senders),
     )
-    assert columns == columns_of_counts(experts, ranks), f"counts have {columns} columns"
-    programs = senders * blocks
     watches = lost is not None
-    flags = (overflowed, lost if watches else overflowed)
-    bounds = (shape.arriving, shape.rows)
-    sizes = (shape.tokens, most, blocks, programs, *bounds, experts, ranks, shape.held)
-    widths = (width_of(k), width_of(shape.held), width_of(ranks))
-    step = counted_blocks(programs, shape.held)
-    shares = -(-programs // 2)  # with four ranks of 4,096 tokens all programs run at a time
-    grid = (programs + blocks + shares,)
-    constants = (watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, step, FILLED)
-    numbers = (shape.sender, shape.rank, *sizes, *constants)
-    launch_kept(arrange_arrivals_kernel, grid, (*rooms, *arranged, *flags), numbers, WARPS)
+    launch = arrange_launch(sizes, shape, watches)
+    launch(*rooms, *arranged, overflowed, lost if watches else overflowed)
     return arranged
 
 
-@cache
 def counted_blocks(blocks: int, held: int) -> int:
     """Blocks whose counts are loaded at a time: all of them, if they are not too many."""
     most = COUNTS // width_of(held)
     return max(16, min(most, width_of(blocks)))
 
 
-@cache
 def width_of(size: int) -> int:
     """The power of two that holds so many."""
     return max(2, triton.next_power_of_2(size))

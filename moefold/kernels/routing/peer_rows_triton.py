@@ -17,9 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.kept_launch_triton import launch_kept
+from moefold.kernels.kept_launch_triton import MOST_KEPT, KeptLaunch
 from moefold.kernels.routing.exchange_tail import ExchangeTail
-from moefold.kernels.routing.peer_signals_triton import begin_exchange, end_exchange, tail_arguments
+from moefold.kernels.routing.peer_signals_triton import (
+    TailNumbers,
+    begin_exchange,
+    end_exchange,
+    tail_arguments,
+)
 from moefold.kernels.routing.rows_triton import columns_of_program
 from moefold.kernels.tile_triton import (
     load_or_zero,
@@ -185,12 +190,26 @@ class TileShape(NamedTuple):
     grid: tuple[int, int]
 
 
-@lru_cache(maxsize=256)
 def tile_shape(tokens: int, width: int) -> TileShape:
     cols = columns_of_program(width, 1024)
     rows = max(1, TILE // cols)
     grid = (triton.cdiv(max(tokens, 1), rows), triton.cdiv(width, cols))
     return TileShape(rows, cols, grid)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def push_launch(
+    tokens: int,
+    width: int,
+    senders: int,
+    turn: int,
+    room_size: int,
+    is_chosen: bool,
+    tail: TailNumbers,
+) -> KeptLaunch:
+    rows, cols, grid = tile_shape(tokens, width)
+    numbers = (turn, room_size, tokens, width, *tail, senders, is_chosen, rows, cols)
+    return KeptLaunch(push_peer_rows_kernel, grid, numbers, WARPS)
 
 
 def launch_push_peer_rows(
@@ -203,39 +222,44 @@ def launch_push_peer_rows(
 ) -> None:
     tokens, d = x_TD.shape
     addresses = address_table(rooms, x_TD.device)
-    rows, cols, grid = tile_shape(tokens, d)
     is_chosen = room_s is not None
     chosen = room_s if is_chosen else addresses
-    room_size = rooms[0].stride(0)
-    tail_inputs, tail_numbers = tail_arguments(tail, addresses)
-    inputs = (x_TD.contiguous(), slots_Ts, addresses, chosen, *tail_inputs)
-    constants = (len(rooms), is_chosen, rows, cols)
-    numbers = (turn, room_size, tokens, d, *tail_numbers, *constants)
-    launch_kept(push_peer_rows_kernel, grid, inputs, numbers, WARPS)
+    tail_tensors, tail_numbers = tail_arguments(tail, addresses)
+    launch = push_launch(tokens, d, len(rooms), turn, rooms[0].stride(0), is_chosen, tail_numbers)
+    launch(x_TD.contiguous(), slots_Ts, addresses, chosen, *tail_tensors)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def sum_into_launch(n: int, k: int, width: int, wide: tl.dtype, tail: TailNumbers) -> KeptLaunch:
+    rows, cols, grid = tile_shape(n, width)
+    numbers = (n, width, *tail, k, rows, cols, wide)
+    return KeptLaunch(sum_rows_into_kernel, grid, numbers, WARPS)
 
 
 def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
     n, k = slots_NK.shape
-    d = y_RD.shape[1]
     if not n:
         return
-    rows, cols, grid = tile_shape(n, d)
-    tail_inputs, tail_numbers = tail_arguments(tail, slots_NK)
-    inputs = (y_RD.contiguous(), slots_NK.contiguous(), room_ND, *tail_inputs)
-    numbers = (n, d, *tail_numbers, k, rows, cols, wide_type(y_RD.dtype))
-    launch_kept(sum_rows_into_kernel, grid, inputs, numbers, WARPS)
+    tail_tensors, tail_numbers = tail_arguments(tail, slots_NK)
+    launch = sum_into_launch(n, k, y_RD.shape[1], wide_type(y_RD.dtype), tail_numbers)
+    launch(y_RD.contiguous(), slots_NK.contiguous(), room_ND, *tail_tensors)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def sum_launch(tokens: int, width: int, senders: int, wide: tl.dtype) -> KeptLaunch:
+    rows, cols, grid = tile_shape(tokens, width)
+    return KeptLaunch(sum_peer_rows_kernel, grid, (tokens, width, senders, rows, cols, wide), WARPS)
 
 
 def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
-    tokens = len(slots_Ts)
+    tokens, senders = slots_Ts.shape
     like = rooms[0]
     d = like.shape[1]
     out_TD = like.new_empty(tokens, d)
-    if out_TD.numel():
+    if tokens:
         addresses = address_table(rooms, like.device)
-        rows, cols, grid = tile_shape(tokens, d)
-        numbers = (tokens, d, len(rooms), rows, cols, wide_type(like.dtype))
-        launch_kept(sum_peer_rows_kernel, grid, (slots_Ts, addresses, out_TD), numbers, WARPS)
+        launch = sum_launch(tokens, d, senders, wide_type(like.dtype))
+        launch(slots_Ts, addresses, out_TD)
     return out_TD
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language.extra.cuda import globaltimer
 
-from moefold.kernels.kept_launch_triton import launch_kept
+from moefold.kernels.kept_launch_triton import KeptLaunch
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 
 NANOSECONDS = 1e9
@@ -160,27 +160,42 @@ def end_exchange(
             exchange_signals(words, own_address, number, is_lost, fault_2, me, patience, RANKS, WIDTH, CLOCKED)
 
 
+class TailNumbers(NamedTuple):
+    """Numbers and constants of `end_exchange`, which a launch is kept by."""
+
+    me: int = 0
+    patience: int = 0
+    signals: bool = False
+    ranks: int = 1
+    width: int = 1
+    clocked: bool = False
+
+
 class TailArguments(NamedTuple):
-    """Arguments of `end_exchange`: `words`, `fault_2` and `finished`; and `me`, `patience`, `SIGNALS`, `RANKS`, `WIDTH`
-    and `CLOCKED`."""
+    """Arguments of `end_exchange`: `words`, `fault_2` and `finished`; and the numbers."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
-    numbers: tuple[int, int, bool, int, int, bool]
+    numbers: TailNumbers
+
+
+NO_TAIL = TailNumbers()
 
 
 def tail_arguments(tail: ExchangeTail | None, unused: Tensor) -> TailArguments:
     """Arguments of a kernel that gives the signals of an exchange, or without a tail does not. `unused`: any tensor."""
     if tail is None:
-        return TailArguments((unused, unused, unused), (0, 0, False, 1, 1, False))
+        return TailArguments((unused, unused, unused), NO_TAIL)
     tail.is_given = True
-    ranks = len(tail.addresses)
-    clocked = tail.addresses.is_cuda
-    limit = patience_limit(tail.patience, clocked)
-    numbers = (tail.me, limit, True, ranks, lanes_of(ranks), clocked)
-    return TailArguments((tail.addresses, tail.fault_2, tail.finished), numbers)
+    addresses = tail.addresses
+    numbers = tail_numbers(tail.me, tail.patience, addresses.shape[0], addresses.is_cuda)
+    return TailArguments((addresses, tail.fault_2, tail.finished), numbers)
 
 
 @cache
+def tail_numbers(me: int, patience: float, ranks: int, clocked: bool) -> TailNumbers:
+    return TailNumbers(me, patience_limit(patience, clocked), True, ranks, lanes_of(ranks), clocked)
+
+
 def lanes_of(ranks: int) -> int:
     """A lane for each rank."""
     return triton.next_power_of_2(ranks)
@@ -191,10 +206,14 @@ def patience_limit(patience: float, clocked: bool) -> int:
     return int(patience * NANOSECONDS) if clocked else int(patience)
 
 
+@cache
+def signals_launch(tail: TailNumbers) -> KeptLaunch:
+    numbers = (tail.me, tail.patience, tail.ranks, tail.width, tail.clocked)
+    return KeptLaunch(exchange_signals_kernel, (1,), numbers, 1)
+
+
 def launch_exchange_signals(tail: ExchangeTail) -> None:
-    ranks = len(tail.addresses)
-    clocked = tail.addresses.is_cuda
-    limit = patience_limit(tail.patience, clocked)
-    width = lanes_of(ranks)
-    inputs = (tail.addresses, tail.fault_2)
-    launch_kept(exchange_signals_kernel, (1,), inputs, (tail.me, limit, ranks, width, clocked), 1)
+    tensors, numbers = tail_arguments(tail, tail.lost)
+    addresses, fault_2, _ = tensors
+    launch = signals_launch(numbers)
+    launch(addresses, fault_2)
