@@ -131,7 +131,7 @@ class PlayedLayer:
 
     def combine(self, receipts: list[Receipt], rank: int) -> Tensor:
         receipt = receipts[rank]
-        y_RD = self.expert_rows(len(receipt.order.index_R))
+        y_RD = self.expert_rows(receipt.order.index_R.shape[0])
         return self.dispatchers[rank].combine(y_RD, receipt)
 
     def there_and_back(self, rank: int) -> Tensor:
@@ -141,10 +141,10 @@ class PlayedLayer:
 
     def expert_rows(self, rows: int) -> Tensor:
         """Results of experts, the same memory for all ranks."""
-        if len(self.y_RD) < rows:
+        if self.y_RD.shape[0] != rows:
             width = self.case.hidden
             self.y_RD = torch.ones(rows, width, dtype=self.dtype, device=self.device)
-        return self.y_RD[:rows]
+        return self.y_RD
 
     def rows_of_tokens(self) -> list[Tensor]:
         """For each rank, how many rows each token has."""

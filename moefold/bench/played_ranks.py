@@ -19,11 +19,11 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from moefold.comm.arena import Arena, ArenaRooms, words_of
 from moefold.dispatch.device_arena import DeviceArena, PeerMemory, part_sizes
 from moefold.layout.axes import Axis
+from moefold.layout.peer_rooms import PeerRooms
 
 T = TypeVar("T")
 PlayedEnd = tuple[int, Any, Exception | None]  # of a rank: its result, or its error
@@ -71,7 +71,7 @@ class SilentArena:
         self.number = 0
         self.arena_rooms = ArenaRooms(memory.parts, memory.sizes)
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> PeerRooms:
         return self.arena_rooms.of_exchange(self.number, rows, width, dtype, offset)
 
     def exchange(self, what: str) -> None:

@@ -31,6 +31,7 @@ from moefold.comm.host_objects import broadcast_object, first_object
 from moefold.comm.part_sizes import TURNS, PartSizes
 from moefold.config.errors import RunFailure, UserError
 from moefold.layout.axes import Axis
+from moefold.layout.peer_rooms import PeerRooms
 from moefold.watch.position import note_collective
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -56,7 +57,7 @@ class Arena(Protocol):
         """What a kernel needs to give the signals of the next exchange; None: no kernel can."""
         ...
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> PeerRooms:
         """The room of each rank for the next exchange, as a matrix that begins at an offset in bytes."""
         ...
 
@@ -89,29 +90,30 @@ class ArenaRooms:
     def __init__(self, parts: Sequence[Tensor], sizes: PartSizes):
         self.parts = parts
         self.sizes = sizes
-        self.known: dict[tuple[int, int, int, int, torch.dtype], list[Tensor]] = {}
-        self.known_together: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self.known: dict[tuple[int, int, int, int, torch.dtype], PeerRooms] = {}
+        self.known_together: dict[tuple[int, int, torch.dtype], PeerRooms] = {}
 
-    def of_exchange(self, number: int, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    def of_exchange(self, number: int, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> PeerRooms:
         turn = number % TURNS
         key = (turn, offset, rows, width, dtype)
         if key not in self.known:
             self.known[key] = self.view(turn, offset, rows, width, dtype)
         return self.known[key]
 
-    def view(self, turn: int, offset: int, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    def view(self, turn: int, offset: int, rows: int, width: int, dtype: torch.dtype) -> PeerRooms:
         size = rows * width * dtype.itemsize
         rooms: list[Tensor] = []
         for part in self.parts:
             room = part[self.sizes.bytes_of_room(turn, size, offset)]
             rooms.append(room.view(dtype).view(rows, width))
-        return rooms
+        return PeerRooms(rooms)
 
-    def together(self, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    def together(self, rows: int, width: int, dtype: torch.dtype) -> PeerRooms:
         """For each rank all its rooms, (rooms, rows, width)."""
         key = (rows, width, dtype)
         if key not in self.known_together:
-            self.known_together[key] = [self.view_together(part, rows, width, dtype) for part in self.parts]
+            rooms = [self.view_together(part, rows, width, dtype) for part in self.parts]
+            self.known_together[key] = PeerRooms(rooms)
         return self.known_together[key]
 
     def view_together(self, part: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -139,7 +141,7 @@ class SharedArena:
         words = parts[:, : sizes.word_bytes].view(torch.int64)
         self.words = words.numpy()  # [i, j]: what rank j has signalled to rank i; read without an op of torch
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> PeerRooms:
         return self.arena_rooms.of_exchange(self.number, rows, width, dtype, offset)
 
     def require_peers(self) -> None:

@@ -29,6 +29,7 @@ from moefold.comm.part_sizes import PartSizes
 from moefold.config.errors import UserError
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.layout.axes import Axis
+from moefold.layout.peer_rooms import PeerRooms
 from moefold.watch.position import note_collective
 
 SHARE_A_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -63,7 +64,7 @@ class DeviceArena:
         lost = own_words[axis.size + 1 : axis.size + FURTHER_WORDS]
         self.tail = ExchangeTail(word_addresses, fault_2, finished, lost, axis.index, patience)
 
-    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    def rooms(self, rows: int, width: int, dtype: torch.dtype, offset: int = 0) -> PeerRooms:
         return self.arena_rooms.of_exchange(self.number, rows, width, dtype, offset)
 
     def exchange(self, what: str) -> None:

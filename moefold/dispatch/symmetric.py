@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from moefold.kernels.routing.peer_plan import (
     arrange_arrivals,
 )
 from moefold.kernels.routing.peer_rows import push_peer_rows, sum_peer_rows, sum_rows_into
+from moefold.layout.peer_rooms import PeerRooms
 
 COUNT = torch.int32
 
@@ -102,7 +103,7 @@ class ArenaDispatcher:
         arranged = self.exchange_choices(weights_TK.detach(), ids_TK, kept)
         index_R, slots_NK, _, ends_e, slots_Ts, room_s = arranged
         leg = ArenaLeg(slots_Ts, room_s, kept)
-        weight_R: Tensor = ArriveWeights.apply(weights_TK, self, leg, arranged)  # pyright: ignore[reportAssignmentType]
+        weight_R = ArriveWeights.apply(weights_TK, self, leg, arranged)
         order = RowOrder(index_R, slots_NK, weight_R, ends_e, holes=True)
         return Receipt(order, (leg,))
 
@@ -166,37 +167,39 @@ class ArenaDispatcher:
         return Rows(source_ND, receipt.order)
 
     def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
-        return PushTokens.apply(x_TD, self, receipt.legs[0])  # pyright: ignore[reportReturnType]
+        return PushTokens.apply(x_TD, self, receipt.legs[0])
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """Results of experts, summed by arrived token where the ranks of the tokens read them."""
-        return CombineRows.apply(y_RD, self, receipt.order, receipt.legs[0])  # pyright: ignore[reportReturnType]
+        return CombineRows.apply(y_RD, self, receipt.order, receipt.legs[0])
 
     def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
-        return SumResults.apply(y_ND, self, receipt.legs[0])  # pyright: ignore[reportReturnType]
+        return SumResults.apply(y_ND, self, receipt.legs[0])
 
     def push_tokens(self, x_TD: Tensor, leg: ArenaLeg) -> Tensor:
         """The rows that arrive. The first rows of a leg lie in the kept room of this rank. Others, and those for which
         it has none, lie in the room of a turn, which the exchange after the next overwrites, and are copied."""
         room_s = None if leg.kept.is_taken else leg.room_s
         kept_ND = leg.kept.take(self.rows.arriving, x_TD)
-        rooms = self.push(x_TD, leg, "tokens", room_s)
-        return self.arrived(rooms).clone() if kept_ND is None else kept_ND
+        turn = self.push(x_TD, leg, "tokens", room_s)
+        return self.arrived(x_TD, turn).clone() if kept_ND is None else kept_ND
 
-    def push(self, x_TD: Tensor, leg: ArenaLeg, what: str, room_s: Tensor | None = None) -> list[Tensor]:
-        """The rooms of the turn, which the rows arrive in."""
-        rooms = self.rooms_for(x_TD)
-        every_room = self.arena.arena_rooms.together(self.rows.arriving + 1, x_TD.shape[1], x_TD.dtype)
+    def push(self, x_TD: Tensor, leg: ArenaLeg, what: str, room_s: Tensor | None = None) -> int:
+        """The turn in whose rooms the rows arrive."""
         turn = self.arena.number % TURNS
         self.count_rows(what, leg.slots_Ts, x_TD)
-        self.push_peer_rows(x_TD.contiguous(), leg.slots_Ts, every_room, turn, room_s, self.arena.tail)
+        self.push_peer_rows(x_TD, leg.slots_Ts, self.every_room(x_TD), turn, room_s, self.arena.tail)
         self.arena.exchange(what)
-        return rooms
+        return turn
 
-    def arrived(self, rooms: list[Tensor]) -> Tensor:
-        """The rows that have arrived in the room of this rank."""
-        own = rooms[self.index]
-        return own[: self.rows.arriving]
+    def every_room(self, x_TD: Tensor) -> PeerRooms:
+        """All rooms of each rank, for rows like those of `x_TD`."""
+        return self.arena.arena_rooms.together(self.rows.arriving + 1, x_TD.shape[1], x_TD.dtype)
+
+    def arrived(self, x_TD: Tensor, turn: int) -> Tensor:
+        """The rows like those of `x_TD` that have arrived in the room of this rank."""
+        own = self.every_room(x_TD)[self.index]
+        return own[turn, : self.rows.arriving]
 
     def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: ArenaLeg) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
@@ -215,7 +218,7 @@ class ArenaDispatcher:
         self.arena.exchange(what)
         return self.sum_peer_rows(rooms, leg.slots_Ts)
 
-    def rooms_for(self, x: Tensor) -> list[Tensor]:
+    def rooms_for(self, x: Tensor) -> PeerRooms:
         width = x.shape[1]
         return self.arena.rooms(self.rows.arriving + 1, width, x.dtype)
 
@@ -238,12 +241,21 @@ class ArenaDispatcher:
         count_bytes(what, self.arena.axis, rows * row_bytes)
 
 
-def by_sender(rooms: list[Tensor], senders: int) -> list[Tensor]:
+def by_sender(rooms: PeerRooms, senders: int) -> PeerRooms:
     """The same rooms with a first dim of senders."""
-    return [room.view(senders, -1, room.shape[1]) for room in rooms]
+    return PeerRooms(room.view(senders, -1, room.shape[1]) for room in rooms)
 
 
-class ArriveWeights(torch.autograd.Function):
+class EagerFunction(torch.autograd.Function):
+    """An autograd function for eager steps alone. torch's own `apply` also looks for functorch's transforms and for
+    their wrappers in all arguments, which takes the host half as long again."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
+class ArriveWeights(EagerFunction):
     """Router weights of the rows that a plan has arranged; backward returns their gradients."""
 
     @staticmethod
@@ -265,7 +277,7 @@ class ArriveWeights(torch.autograd.Function):
         return dweights_TK, None, None, None
 
 
-class PushTokens(torch.autograd.Function):
+class PushTokens(EagerFunction):
     @staticmethod
     def forward(ctx, h_TD, dispatcher: ArenaDispatcher, leg: ArenaLeg):
         ctx.way = (dispatcher, leg)
@@ -278,7 +290,7 @@ class PushTokens(torch.autograd.Function):
         return dh_TD, None, None
 
 
-class SumResults(torch.autograd.Function):
+class SumResults(EagerFunction):
     @staticmethod
     def forward(ctx, y_ND, dispatcher: ArenaDispatcher, leg: ArenaLeg):
         ctx.way = (dispatcher, leg)
@@ -287,12 +299,13 @@ class SumResults(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         dispatcher, leg = ctx.way
-        rooms = dispatcher.push(gradients[0], leg, "gradients of results")
-        dy_ND = dispatcher.arrived(rooms).clone()
+        (dx_TD,) = gradients
+        turn = dispatcher.push(dx_TD, leg, "gradients of results")
+        dy_ND = dispatcher.arrived(dx_TD, turn).clone()
         return dy_ND, None, None
 
 
-class CombineRows(torch.autograd.Function):
+class CombineRows(EagerFunction):
     """Experts' rows to tokens. In backward, gradients of experts' rows are gathered from the room itself."""
 
     @staticmethod
@@ -303,8 +316,9 @@ class CombineRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         dispatcher, order, leg = ctx.way
-        rooms = dispatcher.push(gradients[0], leg, "gradients of results")
-        dy_ND = dispatcher.arrived(rooms)
+        (dx_TD,) = gradients
+        turn = dispatcher.push(dx_TD, leg, "gradients of results")
+        dy_ND = dispatcher.arrived(dx_TD, turn)
         dy_RD = dispatcher.gather_rows(dy_ND, order.index_R, order.slots_NK, order.holes)
         return dy_RD, None, None, None
 

@@ -70,7 +70,7 @@ class TiledExperts:
         slots_Ts = plan.receipt.legs[0].slots_Ts
         self.dispatcher.count_rows("tokens", slots_Ts, h_TD)
         rows = (order.weight_R, order.index_R, order.ends_e)
-        rooms = self.rooms_like(h_TD)
+        rooms = self.dispatcher.every_room(h_TD)
         return self.multiply_arrivals(h_TD, gate_up_E2FD, *rows, slots_Ts, rooms, self.exchange("tokens", plan))
 
     def give_back(self, a_RF: Tensor, down_EDF: Tensor, plan: ArrivalPlan) -> Tensor:
@@ -78,13 +78,9 @@ class TiledExperts:
         order = plan.receipt.order
         exchange = self.exchange("results", plan)
         width = down_EDF.shape[1]
-        rooms = self.rooms_like(a_RF.new_empty(0, width))
+        rooms = self.dispatcher.every_room(a_RF.new_empty(0, width))
         self.dispatcher.count_rows("results", plan.receipt.legs[0].slots_Ts, rooms[0][0])
         return self.return_products(a_RF, down_EDF, order.index_R, order.slots_NK, order.ends_e, rooms, exchange)
-
-    def rooms_like(self, x_TD: Tensor) -> list[Tensor]:
-        rows = self.dispatcher.rows.arriving + 1
-        return self.arena.arena_rooms.together(rows, x_TD.shape[1], x_TD.dtype)
 
     def exchange(self, what: str, plan: ArrivalPlan) -> TileExchange:
         turn = self.arena.number % TURNS

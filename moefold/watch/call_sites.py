@@ -34,13 +34,13 @@ class CallSite(NamedTuple):
 
 
 @cache
-def is_inner_code(code: CodeType) -> bool:
-    return code.co_filename.startswith(INNER_FILES)
+def is_inner_file(name: str) -> bool:
+    return name.startswith(INNER_FILES)
 
 
 def nearest_site(frame: FrameType | None) -> CallSite:
     """The nearest line at or above a frame that is in neither moefold/comm nor torch."""
-    while frame is not None and is_inner_code(frame.f_code):
+    while frame is not None and is_inner_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return CallSite(None)

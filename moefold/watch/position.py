@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moefold.watch.call_sites import CallSite, nearest_site
 
@@ -18,8 +19,7 @@ STEP = "step"
 STEPS_REMEMBERED = 100
 
 
-@dataclass
-class LastCollective:
+class LastCollective(NamedTuple):
     what: str
     axis: str
     site: CallSite

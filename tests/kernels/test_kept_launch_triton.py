@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels import kept_launch_triton
-from moefold.kernels.kept_launch_triton import KeptLaunch, three_sizes
+from moefold.kernels.kept_launch_triton import BoundArguments, KeptLaunch, three_sizes
 from moefold.kernels.routing.peer_rows import drawn_slots, sum_peer_rows
-from moefold.kernels.routing.peer_rows_triton import launch_sum_peer_rows, sum_launch
+from moefold.kernels.routing.peer_rows_triton import bind_sum, launch_sum_peer_rows
+from moefold.layout.peer_rooms import PeerRooms
 
 STREAM = 7
 
@@ -55,13 +56,13 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_of_other_types_and_alignments_are_compiled_for_and_others_are_not(one_stream: None):
-    kernel, x, y = Launched(), torch.zeros(64), torch.ones(64)
-    launch = KeptLaunch(kernel, (7, 2), (3, True), 4)
+    kernel, x, y, table = Launched(), torch.zeros(64), torch.ones(64), torch.ones(2)
+    launch = KeptLaunch(kernel, (7, 2), BoundArguments((table,), (3, True)), 4)
     launch(x)
     launch(y)
     launch(x[4:])
     handles = (7, 2, 1, STREAM, "function", "metadata", None, None, None)
-    assert kernel.compiled.calls == [(*handles, tensor.data_ptr(), 3, True) for tensor in (y, x[4:])]
+    assert kernel.compiled.calls == [(*handles, tensor.data_ptr(), table.data_ptr(), 3, True) for tensor in (y, x[4:])]
     for tensor in (x.double(), x[1:]):
         launch(tensor)
     assert kernel.warps == [4, 4, 4]
@@ -71,11 +72,12 @@ def test_tensors_of_other_types_and_alignments_are_compiled_for_and_others_are_n
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [16, 33])
-def test_a_known_launch_reads_and_writes_the_tensors_that_it_is_given(tokens: int):
-    sum_launch.cache_clear()
-    slots = drawn_slots(tokens, 2, "cuda")
+def test_a_known_launch_reads_and_writes_the_tensors_that_it_is_told(tokens: int):
+    rooms = PeerRooms(torch.empty(tokens + 1, 32, device="cuda") for _ in range(2))
     for _ in range(3):
-        rooms = [torch.randn(tokens + 1, 32, device="cuda") for _ in range(2)]
+        for room in rooms:
+            room.normal_()
+        slots = drawn_slots(tokens, 2, "cuda")
         sums = launch_sum_peer_rows(rooms, slots)
         torch.testing.assert_close(sums, sum_peer_rows(rooms, slots))
-    assert sum_launch.cache_info().misses == 1
+    assert len(rooms.keep(bind_sum, tokens).compiled) == 1

@@ -298,7 +298,7 @@ def launch_arriving_rows(
     clocked = x_TD.is_cuda
     records = signals.records
     times = (tail.addresses,) * 3 if records is None else tuple(records)
-    addresses = address_table(rooms, x_TD.device)
+    addresses = address_table(rooms)
     first_entry = exchange.turn * rooms[0].stride(0)
     sent_columns = columns_of_program(d, SENT_COLUMNS)
     limit = patience_limit(tail.patience, clocked)

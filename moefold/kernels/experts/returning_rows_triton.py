@@ -37,6 +37,7 @@ from moefold.kernels.tile_triton import (
     tile_mask,
     tile_pointers,
 )
+from moefold.layout.peer_rooms import PeerRooms, as_peer_rooms
 
 COLUMNS = 256  # of a tile
 DEPTH = 64
@@ -300,7 +301,7 @@ def launch_returning_rows(
     clocked = a_RF.is_cuda
     records = signals.records
     times = (tail.addresses,) * 3 if records is None else tuple(records)
-    addresses = address_table(rooms, a_RF.device)
+    addresses = address_table(rooms)
     first_entry = exchange.turn * rooms[0].stride(0)
     limit = patience_limit(tail.patience, clocked)
     multiplied = (a_RF, down_EDF, ends_E, *tiles, y_RD)
@@ -322,5 +323,11 @@ def launch_returning_rows(
     else:
         launch(signals.programs, True, True)
     exchange.end()
-    own = rooms[exchange.me][exchange.turn]
-    return launch_sum_peer_rows([own] * ranks, back_Ts)
+    own_rooms = as_peer_rooms(rooms).keep(own_for_all, exchange.me, exchange.turn)
+    return launch_sum_peer_rows(own_rooms, back_Ts)
+
+
+def own_for_all(rooms: PeerRooms, me: int, turn: int) -> PeerRooms:
+    """The room of this rank in place of every rank's: it has all results."""
+    own = rooms[me][turn]
+    return PeerRooms([own] * len(rooms))

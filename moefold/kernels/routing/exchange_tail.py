@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class ExchangeTail:
     """`addresses`: of the words of all ranks, on the device. `fault_2`: memory of the host, for a rank that is lost.
     `finished`: programs that have ended, zero between kernels. `lost`: a word that is not zero once a rank is lost.

@@ -15,6 +15,7 @@ rank x held + slot; -1 is no choice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -187,6 +188,14 @@ def rows_of_choices(position: Tensor, shape: ArrivalShape) -> tuple[Tensor, Tens
     return row, ends_e
 
 
+@cache
+def device_code():
+    """The launches of these ops, looked up once (peer_rows.py)."""
+    from moefold.kernels.routing import peer_plan_triton
+
+    return peer_plan_triton
+
+
 @announce_choices.register_fast("triton")
 def announce_choices_triton(
     ids_TK: Tensor,
@@ -199,10 +208,8 @@ def announce_choices_triton(
     counts: list[Tensor],
     tail: ExchangeTail | None = None,
 ) -> None:
-    from moefold.kernels.routing.peer_plan_triton import launch_announce_choices
-
     rooms = (positions, weights, counts)
-    launch_announce_choices(ids_TK, weights_TK, position_E, (sender, kept_room), rooms, tail)
+    device_code().launch_announce_choices(ids_TK, weights_TK, position_E, (sender, kept_room), rooms, tail)
 
 
 @arrange_arrivals.register_fast("triton")
@@ -214,11 +221,8 @@ def arrange_arrivals_triton(
     overflowed: Tensor,
     lost: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    from moefold.kernels.routing.peer_plan_triton import launch_arrange_arrivals
-
     rooms = (positions_sTK, weights_sTK, counts_sBC)
-    arranged = launch_arrange_arrivals(rooms, shape, overflowed, lost)
-    return tuple(arranged)
+    return device_code().launch_arrange_arrivals(rooms, shape, overflowed, lost)
 
 
 class PlanRooms(NamedTuple):

@@ -19,14 +19,14 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS, columns_of_counts
-from moefold.kernels.kept_launch_triton import MOST_KEPT, KeptLaunch
+from moefold.kernels.kept_launch_triton import MOST_KEPT, BoundArguments, KeptLaunch
 from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room
 from moefold.kernels.routing.peer_signals_triton import (
-    TailNumbers,
     begin_exchange,
     end_exchange,
+    note_given,
     tail_arguments,
 )
 from moefold.kernels.tile_triton import (
@@ -38,6 +38,7 @@ from moefold.kernels.tile_triton import (
     tile_pointers,
     wide_program_id,
 )
+from moefold.layout.peer_rooms import PeerRooms, as_peer_rooms
 
 COUNTS = 8192  # of experts, that are loaded at a time
 FILLED = 1024  # entries that are filled at a time
@@ -492,22 +493,24 @@ def plan_sizes(positions_sTK: Tensor, counts_sBC: Tensor) -> PlanSizes:
     return PlanSizes(*positions_sTK.shape, *counts_sBC.shape[1:])
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def announce_launch(
-    sizes: PlanSizes,
+def bind_announce(
+    positions: PeerRooms,
+    weights: PeerRooms,
+    counts: PeerRooms,
+    numbers: tuple[int, int],
     tokens: int,
     experts: int,
-    sender: int,
-    kept_room: int,
-    tail: TailNumbers,
+    tail: ExchangeTail | None,
 ) -> KeptLaunch:
-    senders, most, k, blocks, columns = sizes
+    senders, most, k, blocks, columns = plan_sizes(positions[0], counts[0])
+    tables = [address_table(each) for each in (positions, weights, counts)]
+    tail_tensors, tail_numbers = tail_arguments(tail, tables[0])
     ranks = columns - experts - 1
     widths = [width_of(size) for size in (k, experts, ranks)]
-    counted = (tokens, most, experts, ranks, experts // ranks)
+    sizes = (tokens, most, experts, ranks, experts // ranks)
     constants = (senders, k, *widths, BLOCK_TOKENS)
-    numbers = (sender, kept_room, *counted, *tail, *constants)
-    return KeptLaunch(announce_choices_kernel, (blocks,), numbers, WARPS)
+    bound = BoundArguments((*tables, *tail_tensors), (*numbers, *sizes, *tail_numbers, *constants))
+    return KeptLaunch(announce_choices_kernel, (blocks,), bound, WARPS)
 
 
 def launch_announce_choices(
@@ -519,17 +522,15 @@ def launch_announce_choices(
     tail: ExchangeTail | None,
 ) -> None:
     """`numbers`: this sender, and the room that it keeps."""
-    positions, _, counts = rooms
-    device = ids_TK.device
-    tables = [address_table(each, device) for each in rooms]
-    tail_tensors, tail_numbers = tail_arguments(tail, position_E)
-    sizes = plan_sizes(positions[0], counts[0])
-    launch = announce_launch(sizes, ids_TK.shape[0], position_E.shape[0], *numbers, tail_numbers)
-    launch(ids_TK.contiguous(), weights_TK.contiguous(), position_E, *tables, *tail_tensors)
+    positions, weights, counts = map(as_peer_rooms, rooms)
+    tokens, experts = ids_TK.shape[0], position_E.shape[0]
+    launch = positions.keep(bind_announce, weights, counts, numbers, tokens, experts, tail)
+    launch(ids_TK.contiguous(), weights_TK.contiguous(), position_E)
+    note_given(tail)
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def arrange_launch(sizes: PlanSizes, shape: ArrivalShape, watches: bool) -> KeptLaunch:
+def bind_arrange(sizes: PlanSizes, shape: ArrivalShape, watches: bool) -> KeptLaunch:
     senders, most, k, blocks, columns = sizes
     ranks = senders // shape.etp
     experts = ranks * shape.held
@@ -543,7 +544,7 @@ def arrange_launch(sizes: PlanSizes, shape: ArrivalShape, watches: bool) -> Kept
     grid = (programs + blocks + shares,)
     constants = (watches, shape.etp, shape.multiple, shape.each, k, *widths, BLOCK_TOKENS, step, FILLED)
     numbers = (shape.sender, shape.rank, *counted, *constants)
-    return KeptLaunch(arrange_arrivals_kernel, grid, numbers, WARPS)
+    return KeptLaunch(arrange_arrivals_kernel, grid, BoundArguments((), numbers), WARPS)
 
 
 def launch_arrange_arrivals(
@@ -563,7 +564,7 @@ def launch_arrange_arrivals(
         counts_sBC.new_empty(sizes.senders),
     )
     watches = lost is not None
-    launch = arrange_launch(sizes, shape, watches)
+    launch = bind_arrange(sizes, shape, watches)
     launch(*rooms, *arranged, overflowed, lost if watches else overflowed)
     return arranged
 

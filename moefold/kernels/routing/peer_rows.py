@@ -12,6 +12,7 @@ the other's transpose. Where an op has a `tail`, a kernel may give the signals o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,14 @@ def sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
     return sum_TD.to(rows_TnD.dtype)
 
 
+@cache
+def device_code():
+    """The launches of these ops, looked up once: an import inside each call would take a tenth of the host's time."""
+    from moefold.kernels.routing import peer_rows_triton
+
+    return peer_rows_triton
+
+
 @push_peer_rows.register_fast("triton")
 def push_peer_rows_triton(
     x_TD: Tensor,
@@ -80,23 +89,17 @@ def push_peer_rows_triton(
     room_s: Tensor | None = None,
     tail: ExchangeTail | None = None,
 ) -> None:
-    from moefold.kernels.routing.peer_rows_triton import launch_push_peer_rows
-
-    launch_push_peer_rows(x_TD, slots_Ts, rooms, turn, room_s, tail)
+    device_code().launch_push_peer_rows(x_TD, slots_Ts, rooms, turn, room_s, tail)
 
 
 @sum_rows_into.register_fast("triton")
 def sum_rows_into_triton(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
-    from moefold.kernels.routing.peer_rows_triton import launch_sum_rows_into
-
-    launch_sum_rows_into(y_RD, slots_NK, room_ND, tail)
+    device_code().launch_sum_rows_into(y_RD, slots_NK, room_ND, tail)
 
 
 @sum_peer_rows.register_fast("triton")
 def sum_peer_rows_triton(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
-    from moefold.kernels.routing.peer_rows_triton import launch_sum_peer_rows
-
-    return launch_sum_peer_rows(rooms, slots_Ts)
+    return device_code().launch_sum_peer_rows(rooms, slots_Ts)
 
 
 PLACED_CASE_SIZES = [  # T, D, s

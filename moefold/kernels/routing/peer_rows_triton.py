@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.kept_launch_triton import MOST_KEPT, KeptLaunch
+from moefold.kernels.kept_launch_triton import MOST_KEPT, BoundArguments, KeptLaunch
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_signals_triton import (
     TailNumbers,
     begin_exchange,
     end_exchange,
+    note_given,
     tail_arguments,
 )
 from moefold.kernels.routing.rows_triton import columns_of_program
@@ -34,6 +35,7 @@ from moefold.kernels.tile_triton import (
     tile_pointers,
     wide_program_id,
 )
+from moefold.layout.peer_rooms import PeerRooms, as_peer_rooms
 
 ALIGNMENT = 16  # bytes of a room's address
 TILE = 4096  # entries of a program
@@ -59,8 +61,8 @@ def load_slots(slots, n, column, inside, COLUMNS: constexpr):
 def push_peer_rows_kernel(
     x_TD,
     slots_Ts,
-    addresses,
     room_s,
+    addresses,
     words,
     fault_2,
     finished,
@@ -144,8 +146,8 @@ def sum_rows_into_kernel(
 @triton.jit(do_not_specialize=["T"])
 def sum_peer_rows_kernel(
     slots_Ts,
-    addresses,
     out_TD,
+    addresses,
     T,
     D,
     SENDERS: constexpr,
@@ -169,17 +171,15 @@ def sum_peer_rows_kernel(
     store_inside(tile_pointers(out_TD, t, c, D), rounded, tile_mask(is_token, is_column))
 
 
-@lru_cache(maxsize=256)
-def uploaded_addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """A table of addresses on the device, uploaded once: rooms stay where they are. Each is a multiple of 16, as
-    kernels take it to be."""
+def upload_addresses(rooms: PeerRooms) -> Tensor:
+    """A table of the addresses of rooms on their device. Each is a multiple of 16, as kernels take it to be."""
+    addresses = [room.data_ptr() for room in rooms]
     assert all(address % ALIGNMENT == 0 for address in addresses), f"rooms begin at {addresses}"
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+    return torch.tensor(addresses, dtype=torch.int64, device=rooms[0].device)
 
 
-def address_table(rooms: list[Tensor], device: torch.device) -> Tensor:
-    addresses = tuple([room.data_ptr() for room in rooms])
-    return uploaded_addresses(addresses, device)
+def address_table(rooms: list[Tensor]) -> Tensor:
+    return as_peer_rooms(rooms).keep(upload_addresses)
 
 
 class TileShape(NamedTuple):
@@ -197,19 +197,15 @@ def tile_shape(tokens: int, width: int) -> TileShape:
     return TileShape(rows, cols, grid)
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def push_launch(
-    tokens: int,
-    width: int,
-    senders: int,
-    turn: int,
-    room_size: int,
-    is_chosen: bool,
-    tail: TailNumbers,
-) -> KeptLaunch:
-    rows, cols, grid = tile_shape(tokens, width)
-    numbers = (turn, room_size, tokens, width, *tail, senders, is_chosen, rows, cols)
-    return KeptLaunch(push_peer_rows_kernel, grid, numbers, WARPS)
+def bind_push(rooms: PeerRooms, tokens: int, turn: int, is_chosen: bool, tail: ExchangeTail | None) -> KeptLaunch:
+    first = rooms[0]
+    d = first.shape[2]
+    addresses = address_table(rooms)
+    rows, cols, grid = tile_shape(tokens, d)
+    tail_tensors, tail_numbers = tail_arguments(tail, addresses)
+    numbers = (turn, first.stride(0), tokens, d, *tail_numbers, len(rooms), is_chosen, rows, cols)
+    bound = BoundArguments((addresses, *tail_tensors), numbers)
+    return KeptLaunch(push_peer_rows_kernel, grid, bound, WARPS)
 
 
 def launch_push_peer_rows(
@@ -220,20 +216,17 @@ def launch_push_peer_rows(
     room_s: Tensor | None = None,
     tail: ExchangeTail | None = None,
 ) -> None:
-    tokens, d = x_TD.shape
-    addresses = address_table(rooms, x_TD.device)
     is_chosen = room_s is not None
-    chosen = room_s if is_chosen else addresses
-    tail_tensors, tail_numbers = tail_arguments(tail, addresses)
-    launch = push_launch(tokens, d, len(rooms), turn, rooms[0].stride(0), is_chosen, tail_numbers)
-    launch(x_TD.contiguous(), slots_Ts, addresses, chosen, *tail_tensors)
+    launch = as_peer_rooms(rooms).keep(bind_push, x_TD.shape[0], turn, is_chosen, tail)
+    launch(x_TD.contiguous(), slots_Ts, room_s if is_chosen else slots_Ts)
+    note_given(tail)
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def sum_into_launch(n: int, k: int, width: int, wide: tl.dtype, tail: TailNumbers) -> KeptLaunch:
+def bind_sum_into(n: int, k: int, width: int, wide: tl.dtype, tail: TailNumbers) -> KeptLaunch:
     rows, cols, grid = tile_shape(n, width)
-    numbers = (n, width, *tail, k, rows, cols, wide)
-    return KeptLaunch(sum_rows_into_kernel, grid, numbers, WARPS)
+    bound = BoundArguments((), (n, width, *tail, k, rows, cols, wide))
+    return KeptLaunch(sum_rows_into_kernel, grid, bound, WARPS)
 
 
 def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
@@ -241,25 +234,27 @@ def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: 
     if not n:
         return
     tail_tensors, tail_numbers = tail_arguments(tail, slots_NK)
-    launch = sum_into_launch(n, k, y_RD.shape[1], wide_type(y_RD.dtype), tail_numbers)
+    launch = bind_sum_into(n, k, y_RD.shape[1], wide_type(y_RD.dtype), tail_numbers)
     launch(y_RD.contiguous(), slots_NK.contiguous(), room_ND, *tail_tensors)
+    note_given(tail)
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def sum_launch(tokens: int, width: int, senders: int, wide: tl.dtype) -> KeptLaunch:
-    rows, cols, grid = tile_shape(tokens, width)
-    return KeptLaunch(sum_peer_rows_kernel, grid, (tokens, width, senders, rows, cols, wide), WARPS)
+def bind_sum(rooms: PeerRooms, tokens: int) -> KeptLaunch:
+    first = rooms[0]
+    d = first.shape[1]
+    rows, cols, grid = tile_shape(tokens, d)
+    numbers = (tokens, d, len(rooms), rows, cols, wide_type(first.dtype))
+    bound = BoundArguments((address_table(rooms),), numbers)
+    return KeptLaunch(sum_peer_rows_kernel, grid, bound, WARPS)
 
 
 def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
-    tokens, senders = slots_Ts.shape
+    tokens = slots_Ts.shape[0]
     like = rooms[0]
-    d = like.shape[1]
-    out_TD = like.new_empty(tokens, d)
+    out_TD = like.new_empty(tokens, like.shape[1])
     if tokens:
-        addresses = address_table(rooms, like.device)
-        launch = sum_launch(tokens, d, senders, wide_type(like.dtype))
-        launch(slots_Ts, addresses, out_TD)
+        launch = as_peer_rooms(rooms).keep(bind_sum, tokens)
+        launch(slots_Ts, out_TD)
     return out_TD
 
 

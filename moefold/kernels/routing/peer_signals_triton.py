@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language.extra.cuda import globaltimer
 
-from moefold.kernels.kept_launch_triton import KeptLaunch
+from moefold.kernels.kept_launch_triton import BoundArguments, KeptLaunch
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 
 NANOSECONDS = 1e9
@@ -185,10 +185,15 @@ def tail_arguments(tail: ExchangeTail | None, unused: Tensor) -> TailArguments:
     """Arguments of a kernel that gives the signals of an exchange, or without a tail does not. `unused`: any tensor."""
     if tail is None:
         return TailArguments((unused, unused, unused), NO_TAIL)
-    tail.is_given = True
     addresses = tail.addresses
     numbers = tail_numbers(tail.me, tail.patience, addresses.shape[0], addresses.is_cuda)
     return TailArguments((addresses, tail.fault_2, tail.finished), numbers)
+
+
+def note_given(tail: ExchangeTail | None) -> None:
+    """A kernel that gives the signals of the exchange has been launched."""
+    if tail is not None:
+        tail.is_given = True
 
 
 @cache
@@ -207,13 +212,13 @@ def patience_limit(patience: float, clocked: bool) -> int:
 
 
 @cache
-def signals_launch(tail: TailNumbers) -> KeptLaunch:
+def bind_signals(tail: TailNumbers) -> KeptLaunch:
     numbers = (tail.me, tail.patience, tail.ranks, tail.width, tail.clocked)
-    return KeptLaunch(exchange_signals_kernel, (1,), numbers, 1)
+    return KeptLaunch(exchange_signals_kernel, (1,), BoundArguments((), numbers), 1)
 
 
 def launch_exchange_signals(tail: ExchangeTail) -> None:
     tensors, numbers = tail_arguments(tail, tail.lost)
     addresses, fault_2, _ = tensors
-    launch = signals_launch(numbers)
+    launch = bind_signals(numbers)
     launch(addresses, fault_2)
