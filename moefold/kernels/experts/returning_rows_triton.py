@@ -26,7 +26,14 @@ from moefold.kernels.experts.arriving_tiles_triton import BAND, load_tile, locat
 from moefold.kernels.experts.few_rows_triton import multiply_down
 from moefold.kernels.routing.arrival_pieces import TileExchange
 from moefold.kernels.routing.peer_rows_triton import address_table, launch_sum_peer_rows, load_room, load_slots
-from moefold.kernels.routing.peer_signals_triton import lanes_of, load_words, patience_limit
+from moefold.kernels.routing.peer_signals_triton import (
+    as_words,
+    lanes_of,
+    load_words,
+    note_lost_rank,
+    patience_limit,
+    read_clock,
+)
 from moefold.kernels.routing.piece_signals_triton import end_receiving, end_sending, note_time
 from moefold.kernels.routing.rows_triton import TILE, columns_of_program
 from moefold.kernels.tile_triton import (
@@ -46,6 +53,7 @@ AWAITED_TOKENS = 16  # whose rows are waited for at a time
 SUMMED_TOKENS = 8
 SUMMED_COLUMNS = 1024
 OPTIONS = {"num_warps": 8, "num_stages": 4}
+GIVEN_UP = constexpr(65536)  # more than the rows that are awaited at a time
 COUNTERS = constexpr(4)  # pieces that are sent, programs that have finished, tiles and pieces that are taken
 
 
@@ -61,14 +69,38 @@ def count_done_rows(done, row, real, ROWS: constexpr, COUNTED: constexpr):
 
 
 @triton.jit
-def late_rows(done, slot, last_end, tile_columns, COUNTED: constexpr):
-    """How many of these rows, of which -1 is none, lie where not all tiles are done."""
+def late_rows(done, slot, last_end, tile_columns, waited, limit, COUNTED: constexpr):
+    """How many of these rows, of which -1 is none, lie where not all tiles are done. Each counts as GIVEN_UP behind the
+    limit: threads read the clock apart, and a sum is the same for all of them."""
     line = slot // COUNTED
     rows = tl.minimum(last_end - line * COUNTED, COUNTED)
     inside = slot >= 0
     seen = tl.atomic_add(done + line, tl.zeros_like(slot), mask=inside, sem="acquire", scope="gpu")
     is_late = inside & (seen < rows * tile_columns)
-    return tl.sum(tl.sum(is_late.to(tl.int32), 1), 0)
+    one = tl.where(waited < limit, 1, GIVEN_UP)
+    return tl.sum(tl.sum(tl.where(is_late, one, 0), 1), 0)
+
+
+@triton.jit
+def await_rows(done, slot, last_end, tile_columns, limit, COUNTED: constexpr, CLOCKED: constexpr):
+    """Wait until all these rows are done; at least GIVEN_UP if they are not within the limit, else 0."""
+    looks = tl.zeros([], tl.int64)
+    begin = read_clock(looks, CLOCKED)
+    late = late_rows(done, slot, last_end, tile_columns, looks, limit, COUNTED)
+    while (late > 0) & (late < GIVEN_UP):
+        looks += 1
+        waited = read_clock(looks, CLOCKED) - begin
+        late = late_rows(done, slot, last_end, tile_columns, waited, limit, COUNTED)
+    return late
+
+
+@triton.jit
+def note_late_tiles(late, me, number, is_lost, own_words, fault_2, RANKS: constexpr):
+    """Name this rank if tiles of its own are late; whether a rank is lost."""
+    one_late = tl.zeros([1], tl.int32) + late
+    this_rank = tl.zeros([1], tl.int32) + me
+    note_lost_rank(one_late, this_rank, number, is_lost, own_words, fault_2, RANKS, RANKS)
+    return tl.where(late > 0, is_lost + 1, is_lost)
 
 
 @triton.jit
@@ -79,21 +111,25 @@ def await_piece(
     done,
     last_end,
     tile_columns,
+    limit,
     K: constexpr,
     CHOICES: constexpr,
     ROWS: constexpr,
     COUNTED: constexpr,
+    CLOCKED: constexpr,
 ):
-    """Wait until all rows of the tokens of a piece are done. Tiles wait for nobody, and so this ends."""
+    """Wait until all rows of the tokens of a piece are done; not 0 if some are not within the limit. Tiles wait for
+    nobody, and so this ends, unless a fault keeps one from running: then the first late rows use up the limit."""
     k = tl.arange(0, CHOICES)
+    late = tl.zeros([], tl.int32)
     for token in range(begin, end, ROWS):
         n = numbers_from(token, ROWS).to(tl.int64)
         is_choice = tile_mask(n < end, k < K)
         slot = tl.load(tile_pointers(slots_NK, n, k, K), mask=is_choice, other=-1)
-        late = late_rows(done, slot, last_end, tile_columns, COUNTED)
-        while late > 0:
-            late = late_rows(done, slot, last_end, tile_columns, COUNTED)
+        within = tl.where(late > 0, 0, limit)
+        late |= await_rows(done, slot, last_end, tile_columns, within, COUNTED, CLOCKED)
     tl.debug_barrier()  # all threads of the program are behind those that have looked
+    return late
 
 
 @triton.jit
@@ -140,6 +176,10 @@ def return_sums(
     first_entry,
     me,
     number,
+    is_lost,
+    own_words,
+    fault_2,
+    patience,
     last_end,
     tile_columns,
     D,
@@ -156,7 +196,8 @@ def return_sums(
     COUNTED: constexpr,
 ):
     """Sums of pieces that no other program has taken: those of the next rank, then of the one behind it, and so on. Who
-    is done with the last piece gives the signals of the exchange."""
+    is done with the last piece gives the signals of the exchange. Returns whether a rank is lost: a program that gave
+    up once waits no more."""
     unit = take_number(counters + 3)
     while unit < RANKS * blocks:
         to = (me + 1 + unit // blocks) % RANKS
@@ -166,12 +207,17 @@ def return_sums(
         shift = tl.load(shift_s + to)
         room = load_room(addresses, to, y_RD) + first_entry
         note_time(piece_times, unit, 0, ticks, RECORDS, CLOCKED)
-        await_piece(slots_NK, begin, end, done, last_end, tile_columns, K, CHOICES, AWAITED, COUNTED)
+        limit = tl.where(is_lost == 0, patience, 0)
+        late = await_piece(
+            slots_NK, begin, end, done, last_end, tile_columns, limit, K, CHOICES, AWAITED, COUNTED, CLOCKED
+        )
+        is_lost = note_late_tiles(late, me, number, is_lost, own_words, fault_2, RANKS)
         note_time(piece_times, unit, 1, ticks, RECORDS, CLOCKED)
         return_piece(y_RD, slots_NK, begin, end, room, shift, D, K, ROWS, COLS)
         note_time(piece_times, unit, 2, ticks, RECORDS, CLOCKED)
         end_sending(peers, number, counters, me, RANKS * blocks, RANKS, WIDTH)
         unit = take_number(counters + 3)
+    return is_lost
 
 
 @triton.jit(do_not_specialize=["first_entry", "me"])
@@ -244,7 +290,7 @@ def returning_rows_kernel(
             tile = take_number(counters + 2)
     if SENDS:
         last_end = tl.load(ends_E + E - 1)
-        return_sums(
+        is_lost = return_sums(
             y_RD,
             slots_NK,
             ends_P,
@@ -258,6 +304,10 @@ def returning_rows_kernel(
             first_entry,
             me,
             number,
+            is_lost,
+            as_words(own_address),
+            fault_2,
+            patience,
             last_end,
             tile_columns,
             D,

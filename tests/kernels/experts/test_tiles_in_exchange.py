@@ -149,6 +149,18 @@ def test_a_tile_waits_for_the_pieces_of_its_rows_alone_and_names_the_rank_that_g
     assert seen == {True, False}
 
 
+def test_sums_wait_for_tiles_that_no_program_runs_with_patience_and_name_their_own_rank():
+    """All programs send, so that none multiplies."""
+    case = case_of("return_products", "130 x 1 to 2 x 1, all fit")
+    exchange = case.inputs[-1]
+    pieces, ranks = len(exchange.pieces.ends_P), len(exchange.pieces.shift_s)
+    signals = signals_given(ranks, pieces, exchange.me, torch.device("cpu"))
+    signals.tail.patience = LOOKS
+    run("return_products", case, "triton", **signals._replace(programs=2, senders=2)._asdict())
+    assert signals.tail.fault_2.tolist() == [exchange.me + 1, 1]
+    assert bool(signals.tail.lost == 1)
+
+
 def test_clocks_of_tiles_and_pieces_are_in_order():
     case = case_of("return_products", "200 x 3 to 3 x 1, all fit")
     records = empty_records(64, 64, torch.device("cpu"))
