@@ -69,4 +69,5 @@ class KeptRooms:
     def open_room(self, number: int) -> UntypedStorage:
         """The bytes of a room in a storage of their own, whose life is that of their users."""
         address = self.first_address + number * self.room_bytes
-        return torch._C._construct_storage_from_data_pointer(address, self.device, self.room_bytes)
+        make = torch._C._construct_storage_from_data_pointer
+        return make(address, self.device, self.room_bytes)  # pyright: ignore[reportReturnType]

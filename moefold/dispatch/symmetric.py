@@ -252,7 +252,7 @@ class EagerFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ArriveWeights(EagerFunction):
