@@ -32,7 +32,7 @@ from moefold.bench.machine import (
     synchronize_device,
 )
 from moefold.bench.options import DispatchOptions
-from moefold.bench.played_ranks import PlayedArena, TurnOrder, play_ranks, played_arenas
+from moefold.bench.played_ranks import PlayedArena, TurnOrder, play_ranks, played_arenas, stay_on_first_core
 from moefold.bench.report import (
     Report,
     Row,
@@ -239,11 +239,13 @@ def measure_phase(layer: PlayedLayer, work: Callable[[int], Any], repeat: int) -
 
 def host_seconds(layer: PlayedLayer, receipts: list[Receipt], repeat: int) -> float:
     """Of one rank: plan, dispatch and combine, on a thread that has run them before, in its own turns alone. The device
-    has nothing to do when a forward begins, so that no launch waits for room in its queue."""
+    has nothing to do when a forward begins, so that no launch waits for room in its queue. All threads are on one core:
+    a rank of its own finds in its caches what its last forward has left there."""
     order = layer.order
 
     def forwards(rank: int) -> list[float]:
         seconds: list[float] = []
+        stay_on_first_core()
         for _ in range(COLD_FORWARDS + repeat):
             synchronize_device(layer.device.type)
             begun = order.seconds_so_far(rank)

@@ -12,6 +12,7 @@ for kernels behind them in the stream.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -150,6 +151,13 @@ def play_rank(rank: int, work: Callable[[int], Any], order: TurnOrder, ended: Si
         return
     ended.put((rank, result, None))
     order.end_turn(rank)
+
+
+def stay_on_first_core() -> None:
+    """Let this thread run on the first core that its process may use alone, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        first = min(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {first})
 
 
 def play_ranks(work: Callable[[int], T], ranks: int, order: TurnOrder) -> list[T]:

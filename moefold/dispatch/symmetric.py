@@ -205,7 +205,7 @@ class ArenaDispatcher:
         """x_TD: the sum of each token's rows on all ranks."""
         rooms = self.rooms_for(y_RD)
         self.count_rows("results", leg.slots_Ts, y_RD)
-        self.sum_rows_into(y_RD, order.slots_NK, rooms[self.index], self.arena.tail)
+        self.sum_rows_into(y_RD, order.slots_NK, rooms, self.index, self.arena.tail)
         self.arena.exchange("results")
         return self.sum_peer_rows(rooms, leg.slots_Ts)
 

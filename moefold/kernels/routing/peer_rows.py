@@ -1,7 +1,7 @@
 """Rows of tokens between ranks that write to each other's memory: sent, and summed on their return.
 
     push_peer_rows  x_TD -> rooms    room[i][slots[t, i]] = x[t]
-    sum_rows_into   y_RD -> room     room[n] = sum_k y[slots[n, k]]: results of experts, summed in place
+    sum_rows_into   y_RD -> rooms    room[n] = sum_k y[slots[n, k]]: results of experts, summed in place
     sum_peer_rows   rooms -> y_TD    y[t] = sum_i room[i][slots[t, i]]
 
 T tokens, K choices of a token, D width, s ranks, p rooms of a rank. A token has one row on each rank that holds some of
@@ -50,10 +50,17 @@ def push_peer_rows(
 
 
 @register_in_place_op
-def sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
-    """Write the sum of each source's rows to its row of a room, in fp32 or better; a slot of -1 is no row, and the row
-    of a source without any is undefined. A room may have further rows, which stay."""
+def sum_rows_into(
+    y_RD: Tensor,
+    slots_NK: Tensor,
+    rooms: list[Tensor],
+    rank: int,
+    tail: ExchangeTail | None = None,
+) -> None:
+    """Write the sum of each source's rows to its row in the room of a rank, in fp32 or better; a slot of -1 is no row,
+    and the row of a source without any is undefined. A room may have further rows, which stay."""
     sums_ND = sum_over_row_slots(y_RD, slots_NK, holes=True)
+    room_ND = rooms[rank]
     room_ND[: len(sums_ND)].copy_(sums_ND)
 
 
@@ -93,8 +100,14 @@ def push_peer_rows_triton(
 
 
 @sum_rows_into.register_fast("triton")
-def sum_rows_into_triton(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
-    device_code().launch_sum_rows_into(y_RD, slots_NK, room_ND, tail)
+def sum_rows_into_triton(
+    y_RD: Tensor,
+    slots_NK: Tensor,
+    rooms: list[Tensor],
+    rank: int,
+    tail: ExchangeTail | None = None,
+) -> None:
+    device_code().launch_sum_rows_into(y_RD, slots_NK, rooms, rank, tail)
 
 
 @sum_peer_rows.register_fast("triton")
@@ -154,7 +167,7 @@ def sum_rows_into_cases(draw: CaseInputs) -> Cases:
     for name, slots_Ts, rooms, rows in placed_cases(draw):
         room_ND = draw.normal(len(slots_Ts) + 2, rooms[0].shape[1])
         slots_Ts[:, 0].clamp_(min=0)  # each source has a row
-        yield KernelCase(name, (rooms[0], slots_Ts, room_ND), rows=rows)
+        yield KernelCase(name, (rooms[0], slots_Ts, [room_ND], 0), rows=rows)
 
 
 @sum_peer_rows.register_cases

@@ -8,7 +8,6 @@ T tokens, K choices of a token, D width, s ranks, N sources.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.kept_launch_triton import MOST_KEPT, BoundArguments, KeptLaunch
+from moefold.kernels.kept_launch_triton import BoundArguments, KeptLaunch
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_signals_triton import (
-    TailNumbers,
     begin_exchange,
     end_exchange,
     note_given,
@@ -222,20 +220,34 @@ def launch_push_peer_rows(
     note_given(tail)
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def bind_sum_into(n: int, k: int, width: int, wide: tl.dtype, tail: TailNumbers) -> KeptLaunch:
-    rows, cols, grid = tile_shape(n, width)
-    bound = BoundArguments((), (n, width, *tail, k, rows, cols, wide))
+def bind_sum_into(
+    rooms: PeerRooms,
+    rank: int,
+    n: int,
+    k: int,
+    wide: tl.dtype,
+    tail: ExchangeTail | None,
+) -> KeptLaunch:
+    room_ND = rooms[rank]
+    d = room_ND.shape[1]
+    rows, cols, grid = tile_shape(n, d)
+    tail_tensors, tail_numbers = tail_arguments(tail, room_ND)
+    bound = BoundArguments((room_ND, *tail_tensors), (n, d, *tail_numbers, k, rows, cols, wide))
     return KeptLaunch(sum_rows_into_kernel, grid, bound, WARPS)
 
 
-def launch_sum_rows_into(y_RD: Tensor, slots_NK: Tensor, room_ND: Tensor, tail: ExchangeTail | None = None) -> None:
+def launch_sum_rows_into(
+    y_RD: Tensor,
+    slots_NK: Tensor,
+    rooms: list[Tensor],
+    rank: int,
+    tail: ExchangeTail | None = None,
+) -> None:
     n, k = slots_NK.shape
     if not n:
         return
-    tail_tensors, tail_numbers = tail_arguments(tail, slots_NK)
-    launch = bind_sum_into(n, k, y_RD.shape[1], wide_type(y_RD.dtype), tail_numbers)
-    launch(y_RD.contiguous(), slots_NK.contiguous(), room_ND, *tail_tensors)
+    launch = as_peer_rooms(rooms).keep(bind_sum_into, rank, n, k, wide_type(y_RD.dtype), tail)
+    launch(y_RD.contiguous(), slots_NK.contiguous())
     note_given(tail)
 
 

@@ -57,10 +57,10 @@ def test_the_last_program_of_a_kernel_gives_the_signals_once():
         assert words[:, me].tolist() == [number] * ranks
         assert tail.finished.tolist() == [0]
     few = slots[:9].clamp(min=0)
-    peer_rows_triton.launch_sum_rows_into(x, few, rooms[0][0], tail)
+    peer_rows_triton.launch_sum_rows_into(x, few, [rooms[1][0], rooms[0][0]], 1, tail)
     assert words[0].tolist() == [0, 3, 0, 0, 0]
     assert words[me, ranks:].tolist() == [3, 0]
     expected = torch.zeros_like(rooms[0][0])
-    sum_rows_into(x, few, expected)
+    sum_rows_into(x, few, [expected], 0)
     assert torch.equal(rooms[0][0][:9], expected[:9])
     assert tail.fault_2.tolist() == [0, 0]
