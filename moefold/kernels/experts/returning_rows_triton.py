@@ -28,6 +28,7 @@ from moefold.kernels.routing.arrival_pieces import TileExchange
 from moefold.kernels.routing.peer_rows_triton import address_table, launch_sum_peer_rows, load_room, load_slots
 from moefold.kernels.routing.peer_signals_triton import (
     as_words,
+    is_over_for_any,
     lanes_of,
     load_words,
     note_lost_rank,
@@ -53,7 +54,6 @@ AWAITED_TOKENS = 16  # whose rows are waited for at a time
 SUMMED_TOKENS = 8
 SUMMED_COLUMNS = 1024
 OPTIONS = {"num_warps": 8, "num_stages": 4}
-GIVEN_UP = constexpr(65536)  # more than the rows that are awaited at a time
 COUNTERS = constexpr(4)  # pieces that are sent, programs that have finished, tiles and pieces that are taken
 
 
@@ -69,28 +69,27 @@ def count_done_rows(done, row, real, ROWS: constexpr, COUNTED: constexpr):
 
 
 @triton.jit
-def late_rows(done, slot, last_end, tile_columns, waited, limit, COUNTED: constexpr):
-    """How many of these rows, of which -1 is none, lie where not all tiles are done. Each counts as GIVEN_UP behind the
-    limit: threads read the clock apart, and a sum is the same for all of them."""
+def late_rows(done, slot, last_end, tile_columns, COUNTED: constexpr):
+    """How many of these rows, of which -1 is none, lie where not all tiles are done."""
     line = slot // COUNTED
     rows = tl.minimum(last_end - line * COUNTED, COUNTED)
     inside = slot >= 0
     seen = tl.atomic_add(done + line, tl.zeros_like(slot), mask=inside, sem="acquire", scope="gpu")
     is_late = inside & (seen < rows * tile_columns)
-    one = tl.where(waited < limit, 1, GIVEN_UP)
-    return tl.sum(tl.sum(tl.where(is_late, one, 0), 1), 0)
+    return tl.sum(tl.sum(is_late.to(tl.int32), 1), 0)
 
 
 @triton.jit
 def await_rows(done, slot, last_end, tile_columns, limit, COUNTED: constexpr, CLOCKED: constexpr):
-    """Wait until all these rows are done; at least GIVEN_UP if they are not within the limit, else 0."""
+    """Wait until all these rows are done; how many are not within the limit."""
+    late = late_rows(done, slot, last_end, tile_columns, COUNTED)
     looks = tl.zeros([], tl.int64)
     begin = read_clock(looks, CLOCKED)
-    late = late_rows(done, slot, last_end, tile_columns, looks, limit, COUNTED)
-    while (late > 0) & (late < GIVEN_UP):
+    is_over = (limit <= 0).to(tl.int32)
+    while (late > 0) & (is_over == 0):
+        late = late_rows(done, slot, last_end, tile_columns, COUNTED)
         looks += 1
-        waited = read_clock(looks, CLOCKED) - begin
-        late = late_rows(done, slot, last_end, tile_columns, waited, limit, COUNTED)
+        is_over = is_over_for_any(read_clock(looks, CLOCKED) - begin, limit)
     return late
 
 
@@ -127,7 +126,7 @@ def await_piece(
         is_choice = tile_mask(n < end, k < K)
         slot = tl.load(tile_pointers(slots_NK, n, k, K), mask=is_choice, other=-1)
         within = tl.where(late > 0, 0, limit)
-        late |= await_rows(done, slot, last_end, tile_columns, within, COUNTED, CLOCKED)
+        late += await_rows(done, slot, last_end, tile_columns, within, COUNTED, CLOCKED)
     tl.debug_barrier()  # all threads of the program are behind those that have looked
     return late
 

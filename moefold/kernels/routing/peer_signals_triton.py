@@ -27,6 +27,7 @@ from moefold.kernels.kept_launch_triton import BoundArguments, KeptLaunch
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 
 NANOSECONDS = 1e9
+MOST_THREADS = constexpr(1024)  # of a program
 
 
 @triton.jit
@@ -54,17 +55,25 @@ def late_ranks(own_words, rank, number, inside):
 
 
 @triton.jit
+def is_over_for_any(waited, limit):
+    """1 for all threads if it is over for one of them: threads read the clock apart, and one that stops waiting alone
+    would leave the others at a barrier of their next look."""
+    is_over = (waited >= limit).to(tl.int32)
+    return tl.max(tl.zeros([MOST_THREADS], tl.int32) + is_over)
+
+
+@triton.jit
 def await_words(words, place, number, inside, limit, CLOCKED: constexpr):
     """Wait until the words in some places have reached a number; 1 for each that has not within the limit."""
     numbers = tl.zeros_like(place).to(tl.int64) + number
     late = late_ranks(words, place, numbers, inside)
     looks = number * 0
     begin = read_clock(looks, CLOCKED)
-    waited = looks
-    while (tl.sum(late) > 0) & (waited < limit):
+    is_over = (limit <= 0).to(tl.int32)
+    while (tl.sum(late) > 0) & (is_over == 0):
         late = late_ranks(words, place, numbers, inside)
         looks += 1
-        waited = read_clock(looks, CLOCKED) - begin
+        is_over = is_over_for_any(read_clock(looks, CLOCKED) - begin, limit)
     return late
 
 
