@@ -12,27 +12,23 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from statistics import mean, median
-from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
-from moefold.anatomy.announced_choices import blocks_of_tokens
 from moefold.bench.clock import copy_bandwidth
+from moefold.bench.dispatched_layer import layer_row, layer_table
 from moefold.bench.machine import (
-    cuda_capability,
     free_device_memory,
     machine_facts,
     resolve_device,
-    resolve_dtype,
     synchronize_device,
 )
 from moefold.bench.options import DispatchOptions
-from moefold.bench.played_ranks import PlayedArena, TurnOrder, play_ranks, played_arenas, stay_on_first_core
+from moefold.bench.played_layer import DispatchCase, PlayedLayer, measure_phase
+from moefold.bench.played_ranks import stay_on_first_core
 from moefold.bench.report import (
     Report,
     Row,
@@ -42,120 +38,11 @@ from moefold.bench.report import (
     show_report,
     tell_progress,
 )
-from moefold.dispatch.base import Receipt, Routing, RowPolicy
-from moefold.dispatch.expert_placement import contiguous_placement
-from moefold.dispatch.room_sizes import AnnouncedSizes, ArenaRows, room_bytes, row_bytes_at_most
-from moefold.dispatch.symmetric import ArenaDispatcher
-from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import Facts
+from moefold.dispatch.base import Receipt
 from moefold.kernels.routing.expert_rows import sum_rows
-from moefold.layout.dtypes import DTYPES
-from moefold.observe.profile import profile_device
 
-COPIED_BYTES = 2**30  # of the copy that bandwidth is measured by, on a GPU
-COPIED_BYTES_ON_CPU = 2**24
 COLD_FORWARDS = 4  # of a thread, before its time is taken
-KEPT_ROOMS = 4  # results of earlier repetitions may not be freed yet
 BYTES_OF_A_CHOICE = 8 + 4 + 3 * 4  # read: its expert and weight; written: source, slot and weight of its row
-
-
-class DispatchCase(NamedTuple):
-    ranks: int
-    hidden: int
-    zipf: float
-
-
-class PhaseFigures(NamedTuple):
-    """Of one rank, on average."""
-
-    seconds: float
-    launches: float
-
-
-class PlayedLayer:
-    """Dispatchers of all ranks, and what they send."""
-
-    def __init__(self, options: DispatchOptions, case: DispatchCase, device: str):
-        self.case = case
-        self.device = torch.device(device)
-        precision = resolve_dtype(options.dtype, device)
-        self.dtype = DTYPES[precision]
-        facts = Facts(device, precision, cuda_capability(device), hidden=case.hidden)
-        self.kernels = BoundKernels(facts)
-        self.order = TurnOrder(case.ranks)
-        self.dispatchers = self.build_dispatchers(options)
-        self.routings = [self.draw_routing(options, rank) for rank in range(case.ranks)]
-        drawn = torch.randn(options.tokens, case.hidden, device=self.device)
-        self.h_TD = drawn.to(self.dtype)
-        self.y_RD = self.h_TD[:0]
-
-    def build_dispatchers(self, options: DispatchOptions) -> list[ArenaDispatcher]:
-        ranks = self.case.ranks
-        experts = contiguous_placement(options.experts, ranks)
-        rows = ArenaRows(options.tokens, options.tokens * ranks)
-        row_bytes = row_bytes_at_most(self.case.hidden, self.dtype.itemsize, options.top_k)
-        announced = AnnouncedSizes(ranks, options.tokens, options.top_k, options.experts, ranks)
-        size = room_bytes(rows, announced, row_bytes)
-        dispatchers: list[ArenaDispatcher] = []
-        pieces = blocks_of_tokens(options.tokens)
-        for rank, arena in enumerate(self.make_arenas(size, pieces)):
-            policy = RowPolicy(experts, rank)
-            dispatchers.append(ArenaDispatcher(arena, policy, self.kernels, 1, rows))
-        return dispatchers
-
-    def make_arenas(self, size: int, pieces: int) -> list[PlayedArena]:
-        return played_arenas(self.case.ranks, size, self.device, self.order, KEPT_ROOMS, pieces)
-
-    def draw_routing(self, options: DispatchOptions, rank: int) -> Routing:
-        """Choices without repetition; experts are liked by Zipf's law in an order that all ranks share."""
-        random = torch.Generator().manual_seed(0)
-        place_E = torch.randperm(options.experts, generator=random) + 1
-        liking_E = place_E.double() ** -self.case.zipf
-        random.manual_seed(rank + 1)
-        liking_TE = liking_E.expand(options.tokens, -1)
-        ids_TK = torch.multinomial(liking_TE, options.top_k, generator=random)
-        weights_TK = torch.rand(ids_TK.shape, generator=random)
-        weights_TK = weights_TK.to(self.device)
-        ids_TK = ids_TK.to(self.device)
-        return Routing(weights_TK, ids_TK)
-
-    def play(self, work: Callable[[int], Any]) -> list[Any]:
-        return play_ranks(work, self.case.ranks, self.order)
-
-    def dispatch(self, rank: int) -> tuple[Receipt, Tensor]:
-        """The receipt, and the tokens that arrive."""
-        dispatcher = self.dispatchers[rank]
-        receipt = dispatcher.plan(self.routings[rank])
-        rows = dispatcher.dispatch(self.h_TD, receipt)
-        return receipt, rows.source_ND
-
-    def combine(self, receipts: list[Receipt], rank: int) -> Tensor:
-        receipt = receipts[rank]
-        y_RD = self.expert_rows(receipt.order.index_R.shape[0])
-        return self.dispatchers[rank].combine(y_RD, receipt)
-
-    def there_and_back(self, rank: int) -> Tensor:
-        """Every token times the number of its rows."""
-        receipt, source_ND = self.dispatch(rank)
-        return self.dispatchers[rank].give_back(source_ND, receipt)
-
-    def expert_rows(self, rows: int) -> Tensor:
-        """Results of experts, the same memory for all ranks."""
-        if self.y_RD.shape[0] != rows:
-            width = self.case.hidden
-            self.y_RD = torch.ones(rows, width, dtype=self.dtype, device=self.device)
-        return self.y_RD
-
-    def rows_of_tokens(self) -> list[Tensor]:
-        """For each rank, how many rows each token has."""
-        counts: list[Tensor] = []
-        held = self.dispatchers[0].row_policy.held
-        for routing in self.routings:
-            rank_TK = routing.ids_TK // held
-            every_rank = torch.arange(self.case.ranks, device=self.device)
-            goes_Tn = (rank_TK[:, :, None] == every_rank).any(1)
-            counts.append(goes_Tn.sum(1))
-        return counts
 
 
 def run_benchmark(options: DispatchOptions) -> int:
@@ -164,6 +51,7 @@ def run_benchmark(options: DispatchOptions) -> int:
     report: Report = machine_facts(device)
     report["copy_gb_s"] = bandwidth / 1e9
     report["results"] = []
+    report["layers"] = []
     for ranks in options.ranks:
         for hidden in options.hidden:
             for zipf in options.zipf:
@@ -171,6 +59,9 @@ def run_benchmark(options: DispatchOptions) -> int:
                 row = measure_case(options, case, device, bandwidth)
                 report["results"].append(row)
                 free_device_memory(device)
+            layer = layer_row(options, ranks, hidden, device)
+            report["layers"].append(layer)
+            free_device_memory(device)
     return show_report(report, options.json, print_dispatch_table)
 
 
@@ -222,21 +113,6 @@ def sum_expert_rows(layer: PlayedLayer, receipts: list[Receipt], rank: int) -> T
     return layer.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
 
 
-def measure_phase(layer: PlayedLayer, work: Callable[[int], Any], repeat: int) -> PhaseFigures:
-    """The least time of kernels of several repetitions, and the launches of one."""
-    seconds: list[float] = []
-    launches = 0
-    layer.play(work)
-    for _ in range(repeat):
-        with profile_device(layer.device) as read_profile:
-            layer.play(work)
-        profile = read_profile()
-        seconds.append(profile.busy_seconds)
-        launches = len(profile.kernels_run)
-    ranks = layer.case.ranks
-    return PhaseFigures(min(seconds) / ranks, launches / ranks)
-
-
 def host_seconds(layer: PlayedLayer, receipts: list[Receipt], repeat: int) -> float:
     """Of one rank: plan, dispatch and combine, on a thread that has run them before, in its own turns alone. The device
     has nothing to do when a forward begins, so that no launch waits for room in its queue. All threads are on one core:
@@ -275,4 +151,6 @@ def print_dispatch_table(report: Report) -> None:
         combine = [f"{row['combine_ms']:.3f}", f"{row['combine_share']:.1%}"]
         rest = [f"{row['row_sums_ms']:.3f}", f"{row['launches']:.0f}", f"{row['host_us']:.0f}"]
         table.add_row(*case, *dispatch, *combine, *rest)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(layer_table(report["layers"]))

@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from moefold.bench.dispatch import DispatchCase, PlayedLayer
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
 from moefold.bench.options import DispatchOptions, OverlapOptions
+from moefold.bench.played_layer import LAYER_SIZES, DispatchCase, LayerSizes, PlayedLayer, draw_expert_weights
 from moefold.bench.report import (
     Report,
     Row,
@@ -42,7 +42,7 @@ from moefold.bench.report import (
 from moefold.comm.arena import words_of
 from moefold.config.errors import UserError
 from moefold.dispatch.device_arena import FURTHER_WORDS, DeviceArena
-from moefold.dispatch.tiled_experts import ArrivalPlan, ExpertWeights, TiledExperts, signals_of_arena
+from moefold.dispatch.tiled_experts import ArrivalPlan, TiledExperts, signals_of_arena
 from moefold.kernels.routing.arrival_pieces import TileRecords, empty_records
 
 GIVEN = 2**60  # the number of an exchange that is never reached
@@ -57,14 +57,6 @@ LEAST_TILE_ROWS = 128
 RANKS = 4
 Work = Callable[[int], Tensor]  # of a rank
 ReadFigures = Callable[[list[TileRecords]], "ProductFigures"]
-
-
-class LayerSizes(NamedTuple):
-    hidden: int
-    ffn: int
-
-
-LAYER_SIZES = {"qwen3-30b": LayerSizes(2048, 768), "7168 x 2048": LayerSizes(7168, 2048)}
 
 
 class ProductFigures(NamedTuple):
@@ -139,17 +131,8 @@ class PlayedTiles:
         self.ffn = ffn
         self.device = layer.device
         self.experts = [TiledExperts(dispatcher, layer.kernels) for dispatcher in layer.dispatchers]
-        self.weights = [self.draw_weights(rank) for rank in range(layer.case.ranks)]
+        self.weights = [draw_expert_weights(layer, ffn, rank) for rank in range(layer.case.ranks)]
         self.plans: list[ArrivalPlan] = layer.play(self.plan)
-
-    def draw_weights(self, rank: int) -> ExpertWeights:
-        held = self.layer.dispatchers[rank].row_policy.held
-        width = self.layer.case.hidden
-        random = torch.Generator(self.device).manual_seed(rank)
-        like: dict[str, Any] = {"generator": random, "device": self.device, "dtype": self.layer.dtype}
-        gate_up = torch.randn(held, 2, self.ffn, width, **like)
-        down = torch.randn(held, width, self.ffn, **like)
-        return ExpertWeights(gate_up.mul_(width**-0.5), down.mul_(self.ffn**-0.5))
 
     def plan(self, rank: int) -> ArrivalPlan:
         return self.experts[rank].plan(self.layer.routings[rank])

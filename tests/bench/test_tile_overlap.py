@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from moefold.bench.dispatch import DispatchCase, PlayedLayer
 from moefold.bench.options import DispatchOptions
+from moefold.bench.played_layer import DispatchCase, PlayedLayer
 from moefold.bench.played_ranks import PlayedArena, played_arenas
 from moefold.bench.tile_overlap import PlayedTiles, TileRun, first_figures, second_figures
 from moefold.cli.main import run_command_line
