@@ -57,6 +57,11 @@ class DelayedFp8Recipe(Fp8Recipe):
         """The place in the histories of the step under way: that of the oldest step."""
         return self.steps % len(self.recorded_H)
 
+    @property
+    def scales_each_row(self) -> bool:
+        """A gradient's scales are those of its expert."""
+        return False
+
     def note_recorded(self) -> None:
         """The step under way was written to its place."""
         self.recorded_H[self.next_place] = self.steps + 1

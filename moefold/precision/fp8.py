@@ -146,6 +146,11 @@ class Fp8Recipe:
         return copies
 
     @property
+    def scales_each_row(self) -> bool:
+        """Whether the scales of a gradient's row, along rows, follow from this row alone."""
+        return self.spec.rows in ("block", "row")
+
+    @property
     def is_watched(self) -> bool:
         """Whether this step records statistics."""
         return self.watch.seen is not None

@@ -38,6 +38,7 @@ from moefold.kernels.linear.few_rows import has_few_rows
 from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
+from moefold.kernels.routing.gathered_rows import take_gradient_ungathered
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
 from moefold.layout.rerun import RERUN
@@ -183,7 +184,9 @@ def expert_mlp_fp8(
     if len(index_R) == 0:  # nothing to launch
         return expert_mlp.reference(*inputs, holes, parts)
     recipes = (parts.recipe, parts.down_recipe)
-    return Fp8ExpertMlp.apply(*recipes, *inputs)  # pyright: ignore[reportReturnType]
+    y_RD: Any = Fp8ExpertMlp.apply(*recipes, *inputs)
+    take_gradient_ungathered(y_RD)
+    return y_RD
 
 
 class ExpertMlpFunction(torch.autograd.Function):

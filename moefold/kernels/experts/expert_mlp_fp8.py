@@ -30,6 +30,7 @@ from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight
 from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, row_tiles
 from moefold.kernels.routing.expert_rows import sum_rows
+from moefold.kernels.routing.gathered_rows import source_of_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_sum
 from moefold.layout.rerun import RERUN
@@ -45,6 +46,11 @@ class Fp8Experts(Protocol):
     row_sums: Sums
     weight_sums: Sums
     kernels: BoundKernels
+
+    @property
+    def scales_each_row(self) -> bool:
+        """Whether the scales of a gradient's row, along rows, follow from this row alone."""
+        ...
 
     def weight(self, w: Tensor) -> QuantisedWeight: ...
 
@@ -149,22 +155,16 @@ class Fp8ExpertMlp(torch.autograd.Function):
         work = ExpertPass(recipe, down_recipe, tiles, rows, source_ND.dtype)
         gate_up, down = ctx.weights
         # Down: the data gradient and SwiGLU's, and the weight gradient.
-        dy_RD = dy_RD.contiguous()
-        fp8_wgrad = work.fp8_wgrad
-        dy = down_recipe.quantise(dy_RD, tiles, "gradient", rows=True, columns=fp8_wgrad)
+        dy_rows, left = quantise_output_gradient(work, dy_RD)
         find_gradient = gradient_by_blocks if work.by_blocks else gradient_by_wide_scales
         weight_fp32_R = weight_R.float()
         kept = KeptForBackward(down, h, weight_fp32_R)
-        gradient = find_gradient(work, kept, dy.wanted_rows)
+        gradient = find_gradient(work, kept, dy_rows)
         dh_rows, dh, a, dweight_R = gradient
-        del h, kept, gradient
-        if fp8_wgrad:
-            left = dy.wanted_columns
-        else:
-            left = in_tiles(work, dy_RD)
+        del h, kept, gradient, dy_rows
         compute_down = partial(weight_gradient, work, down, left, a)
         ddown = gradient_or_defer(down, compute_down)
-        del dy, left, a, compute_down
+        del left, a, compute_down
         # Up: the data gradient summed over each source row's slots, and the weight gradient.
         w = up_weight(recipe, gate_up).transposed
         dx_RD = work.multiply(dh_rows, w)
@@ -180,14 +180,40 @@ class Fp8ExpertMlp(torch.autograd.Function):
 
 def gather_tokens(work: ExpertPass, source_ND: Tensor, index_R: Tensor) -> Quantised:
     """Tokens quantised along their rows, once each, and their bytes in the experts' order."""
+    return quantise_then_gather(work, work.recipe, source_ND, "tokens", index_R)
+
+
+def quantise_then_gather(
+    work: ExpertPass, recipe: Fp8Experts, source_ND: Tensor, role: Role, index_R: Tensor
+) -> Quantised:
     ends = ends_of_rows(source_ND, None)
     find_tiles = work.kernels[row_tiles]
-    token_tiles = find_tiles(ends, len(source_ND))
-    quantise = work.recipe.quantise
-    tokens = quantise(source_ND, token_tiles, "tokens", rows=True)
-    values, scales = tokens.wanted_rows
+    source_tiles = find_tiles(ends, len(source_ND))
+    sources = recipe.quantise(source_ND, source_tiles, role, rows=True)
+    values, scales = sources.wanted_rows
     gather = work.kernels[gather_tiles]
     return gather(values, scales, work.tiles, index_R)
+
+
+def quantise_output_gradient(work: ExpertPass, dy_RD: Tensor) -> tuple[Quantised, Kept]:
+    """dy along rows for the data gradient, and what the weight gradient reads. Where rows are those of tokens and their
+    scales depend on no other row, each token is quantised once."""
+    recipe = work.down_recipe
+    source_ND, index_R = source_of_rows(dy_RD)
+    in_columns = work.fp8_wgrad
+    once_each = index_R is not None and recipe.scales_each_row
+    quantise = partial(recipe.quantise, source_ND, work.tiles, "gradient", index_R=index_R)
+    columns = None
+    if once_each:
+        rows = quantise_then_gather(work, recipe, source_ND, "gradient", index_R)
+        if in_columns:
+            columns = quantise(columns=True).columns
+    else:
+        copies = quantise(rows=True, columns=in_columns)
+        rows, columns = copies.wanted_rows, copies.columns
+    if columns is None:
+        return rows, in_tiles(work, source_ND, index_R)
+    return rows, columns
 
 
 def up_product(work: ExpertPass, x: Quantised, gate_up_E2FD: Tensor, weight_R: Tensor) -> tuple[Kept, Kept]:

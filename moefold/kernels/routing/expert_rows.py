@@ -12,7 +12,8 @@ without a row (fewer than K), a row without a source (padding, or rows behind th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op, seeded_randn
+from moefold.kernels.routing.gathered_rows import GatheredRows, RowLinks, RowMovement, takes_gradient_ungathered
 
 ArrangedRows = tuple[Tensor, Tensor, Tensor, Tensor]  # index_R, slots_NK, weight_R, ends_E
 
@@ -143,7 +145,7 @@ def gather_rows_gather_backward(source_ND: Tensor, index_R: Tensor, slots_NK: Te
 @sum_rows.register_fast("gather_backward")
 def sum_rows_gather_backward(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(y_RD, rows, PLAIN_SUM)
+    return sum_or_gather_later(y_RD, rows, PLAIN_SUM)
 
 
 @gather_rows.register_fast("triton")
@@ -155,18 +157,7 @@ def gather_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, hol
 @sum_rows.register_fast("triton")
 def sum_rows_triton(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(y_RD, rows, ONE_PASS_SUM)
-
-
-class RowLinks(NamedTuple):
-    """Where rows come from and go to, and whether either may hold -1."""
-
-    index_R: Tensor
-    slots_NK: Tensor
-    holes: bool
-
-
-RowMovement = Callable[[Tensor, RowLinks], Tensor]
+    return sum_or_gather_later(y_RD, rows, ONE_PASS_SUM)
 
 
 class RowMove(NamedTuple):
@@ -178,6 +169,14 @@ class RowMove(NamedTuple):
 
 def move_rows(x: Tensor, rows: RowLinks, move: RowMove) -> Tensor:
     return MoveRowsFunction.apply(x, *rows, move)  # pyright: ignore[reportReturnType]
+
+
+def sum_or_gather_later(y_RD: Tensor, rows: RowLinks, move: RowMove) -> Tensor:
+    """The sum, whose backward leaves the gather to the op that made y_RD where that op asks for it."""
+    if takes_gradient_ungathered(y_RD):
+        gather_later = partial(GatheredRows, gather=move.backward)
+        move = move._replace(backward=gather_later)
+    return move_rows(y_RD, rows, move)
 
 
 def plain_gather(source_ND: Tensor, rows: RowLinks) -> Tensor:

@@ -17,6 +17,8 @@ from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.expert_mlp import PLAIN_PARTS, expert_mlp
 from moefold.kernels.facts import Facts
+from moefold.kernels.routing.expert_rows import sum_rows
+from moefold.kernels.routing.gathered_rows import GatheredRows
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.gradient_sink import attach_gradient_sink
 from moefold.precision.fp8 import Fp8Recipe
@@ -168,6 +170,30 @@ def test_two_runs_and_deferred_weight_gradients_give_the_same_bits(recipe: str, 
     for name, mine, again, deferred in zip(RESULTS, first, second, later, strict=True):
         assert torch.equal(mine, again), f"{name} differs between two runs"
         assert torch.equal(mine, deferred), f"{name} differs when weight gradients are deferred"
+
+
+def results_of_sums(recipe: str, routing: Routing, ungathered: bool) -> list[Tensor]:
+    """Sums over slots and all gradients, from the gradient of the sums: as it is, or gathered to rows."""
+    leaves = drawn_inputs(routing, torch.bfloat16)
+    y = run_experts(recipe_of(recipe, "bf16"), leaves, routing)
+    rows = y if ungathered else y.view_as(y)  # another tensor, which asks for nothing
+    links = (routing.index_R, routing.slots_NK, True)
+    out = sum_rows.implementations["gather_backward"](rows, *links)
+    dout = numbers(*out.shape, seed=6).to(torch.bfloat16)
+    out.backward(dout)
+    return [out.detach(), *defined_results(y, leaves, routing)[1:]]
+
+
+@pytest.mark.parametrize("routing", EVERY_ROUTING)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_tokens_give_the_bits_of_gradients_gathered_to_rows(recipe: str, routing: str, monkeypatch):
+    gathers: list[int] = []
+    gather = GatheredRows.gathered
+    monkeypatch.setattr(GatheredRows, "gathered", lambda rows: gathers.append(1) or gather(rows))
+    late, early = (results_of_sums(recipe, EVERY_ROUTING[routing], ungathered) for ungathered in (True, False))
+    assert not gathers, "rows were gathered before they were quantised"
+    for name, mine, right in zip(RESULTS, late, early, strict=True):
+        assert torch.equal(mine, right), name
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])

@@ -1,0 +1,72 @@
+"""Rows of a source that are gathered when an op reads them: the gradient of a sum over slots.
+
+The backward of `sum_rows` gathers each token's gradient to all of its rows. An op that quantises needs no such copy: it
+quantises a token once and gathers bytes, or gathers while it reads. An op whose outputs are summed asks for it
+(`take_gradient_ungathered`); to all others the gradient is a plain tensor.
+
+N source rows, R rows, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class RowLinks(NamedTuple):
+    """Where rows come from and go to, and whether either may hold -1."""
+
+    index_R: Tensor
+    slots_NK: Tensor
+    holes: bool
+
+
+RowMovement = Callable[[Tensor, RowLinks], Tensor]
+
+
+class GatheredRows(Tensor):
+    """x_RD = source_ND[index_R]. Any torch op but `contiguous` reads the gathered rows."""
+
+    source_ND: Tensor
+    links: RowLinks
+    gather: RowMovement
+
+    @staticmethod
+    def __new__(cls, source_ND: Tensor, links: RowLinks, gather: RowMovement) -> GatheredRows:
+        rows = len(links.index_R)
+        width = source_ND.shape[1]
+        shape = (rows, width)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=source_ND.dtype, device=source_ND.device)
+
+    def __init__(self, source_ND: Tensor, links: RowLinks, gather: RowMovement):
+        self.source_ND = source_ND
+        self.links = links
+        self.gather = gather
+
+    def gathered(self) -> Tensor:
+        return self.gather(self.source_ND, self.links)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = (args, kwargs or {})
+        plain_args, plain_kwargs = tree_map_only(GatheredRows, GatheredRows.gathered, inputs)
+        return func(*plain_args, **plain_kwargs)
+
+
+def take_gradient_ungathered(y_RD: Tensor) -> None:
+    """Declare that the backward of the op that made y_RD reads the source of gathered rows."""
+    y_RD.takes_ungathered = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def takes_gradient_ungathered(y_RD: Tensor) -> bool:
+    return getattr(y_RD, "takes_ungathered", False)
+
+
+def source_of_rows(x_RD: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows and the index that gathers them, None where they are gathered already."""
+    if isinstance(x_RD, GatheredRows):
+        return x_RD.source_ND.contiguous(), x_RD.links.index_R
+    return x_RD.contiguous(), None
