@@ -15,9 +15,10 @@ from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import Role
-from moefold.kernels.quantise.count_saturated import count_saturated
-from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, quantise_tiles, tile_maxima
+from moefold.kernels.quantise.delayed_tiles import note_maxima, quantise_delayed
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, TileMaxima
 from moefold.kernels.quantise.row_tiles import RowTiles
+from moefold.kernels.quantise.wide_scales import WideScales
 from moefold.layout.rerun import rerun_key
 from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import PlacedWeight, RecipeTensors
@@ -84,27 +85,28 @@ class DelayedFp8Recipe(Fp8Recipe):
         index_R: Tensor | None = None,
     ) -> QuantisedTiles:
         history = self.histories.get(role)
-        if history is None:
+        if history is None or self.steps == 0:
             return super().quantise(x, tiles, role, rows, columns, index_R)
         rule = self.rules[role]
-        find_maxima = self.kernels[tile_maxima]
-        maxima = find_maxima(x, tiles, index_R)
-        history.record(maxima, tiles)
-        # Scales: of the last steps, if any were recorded.
-        is_delayed = self.steps > 0
-        if is_delayed:
-            width = x.shape[1]
-            scales = history.scales(tiles, rule, width)
-        else:
-            scales = self.scales_from_maxima(maxima, tiles, role)
-        rows_P = scales.rows_P if rows else None
-        columns_MD = scales.columns_MD if columns else None
-        saturated = None
-        if is_delayed and rerun_key() is None:  # a rerun's values were counted
-            count = self.kernels[count_saturated]
-            saturated = count(x, tiles, maxima, rule.format, rows_P, columns_MD, index_R)
-            history.saturated_now += saturated
-        make_copies = self.kernels[quantise_tiles]
-        copies = make_copies(x, tiles, rule, rows_P, columns_MD, index_R)
-        self.watch.see_rows(role, x, tiles, copies, index_R, saturated)
+        scales = history.scales(rule)
+        make_copies = self.kernels[quantise_delayed]
+        copies, maxima_MD, saturated_1 = make_copies(x, tiles, rule, scales, rows, columns, index_R)
+        self.record(history, maxima_MD, tiles)
+        seen_saturated = None
+        if rerun_key() is None:  # a rerun's values were counted
+            seen_saturated = saturated_1
+            history.saturated_now += saturated_1
+        self.watch.see_rows(role, x, tiles, copies, index_R, seen_saturated)
         return copies
+
+    def scales_from_maxima(self, maxima: TileMaxima, tiles: RowTiles, role: Role) -> WideScales:
+        """Current scales: of tokens, and of all until a step has been recorded."""
+        history = self.histories.get(role)
+        if history is not None:
+            self.record(history, maxima.columns_MD, tiles)
+        return super().scales_from_maxima(maxima, tiles, role)
+
+    def record(self, history: OperandHistory, maxima_MD: Tensor, tiles: RowTiles) -> None:
+        """Take note of largest magnitudes in the step under way."""
+        take_note = self.kernels[note_maxima]
+        take_note(maxima_MD, tiles, *history.seen_now())

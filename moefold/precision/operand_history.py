@@ -7,7 +7,7 @@ Ranks agree on them at the end of a step (precision/scale_histories.py). An expe
 than zero in all these steps has the scale of what it is a part of: a channel that of its expert, an expert that of the
 expert with the largest values.
 
-H steps, E experts, e of them held here, C channels held here, P padded rows in M tiles, D width.
+H steps, E experts, e of them held here, C channels held here.
 """
 
 from __future__ import annotations
@@ -19,22 +19,13 @@ from torch import Tensor
 
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.linear.product import Role
+from moefold.kernels.quantise.delayed_tiles import DelayedScales
 from moefold.kernels.quantise.fp8 import ScaleRule, scale_from_amax
-from moefold.kernels.quantise.quantise_tiles import TileMaxima
-from moefold.kernels.quantise.row_tiles import RowTiles
-from moefold.kernels.quantise.wide_scales import (
-    WideScales,
-    maxima_of_experts,
-    repeat_for_rows,
-    scales_of_tiles,
-)
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import Declaration, PartOfTensor
 from moefold.layout.placement import DimCuts, Placement
 from moefold.layout.weight_copies import cached_copy
 from moefold.precision.linear import PlacedWeight, RecipeTensors
-
-ExpertScales = tuple[Tensor, Tensor]  # (e, 1) along rows; (e, C) or (e, 1) along columns
 
 
 class MaximaWindow:
@@ -90,29 +81,21 @@ class OperandHistory:
             kept["channel_maxima"] = part
         return kept
 
-    def record(self, maxima: TileMaxima, tiles: RowTiles) -> None:
-        """Take note of largest magnitudes in the step under way. Noted twice, they change nothing."""
-        most_eC = maxima_of_experts(maxima.columns_MD, tiles)
-        most_e = most_eC.amax(1)
+    def seen_now(self) -> tuple[Tensor, Tensor | None]:
+        """Where the step under way takes note: (e,) of experts, (e, C) of channels where these are kept."""
         now_e = self.experts.now[self.held]
-        torch.maximum(now_e, most_e, out=now_e)
-        if self.channels is not None:
-            now = self.channels.now
-            now_eC = now.view_as(most_eC)
-            torch.maximum(now_eC, most_eC, out=now_eC)
+        if self.channels is None:
+            return now_e, None
+        experts = len(now_e)
+        now_eC = self.channels.now.view(experts, -1)
+        return now_e, now_eC
 
-    def scales(self, tiles: RowTiles, rule: ScaleRule, width: int) -> WideScales:
-        """What `quantise_tiles` takes, from the last steps alone."""
+    def scales(self, rule: ScaleRule) -> DelayedScales:
+        """Those of the last steps alone."""
         make_scales = partial(self.expert_scales, rule)
-        last_HE = self.experts.last
-        rows_e1, columns_eC = cached_copy(last_HE, rule, make_scales)
-        rows_M1 = scales_of_tiles(rows_e1, tiles)
-        rows_P = repeat_for_rows(rows_M1)
-        columns_MC = scales_of_tiles(columns_eC, tiles)
-        columns_MD = columns_MC.expand(-1, width)
-        return WideScales(rows_P, columns_MD.contiguous())
+        return cached_copy(self.experts.last, rule, make_scales)
 
-    def expert_scales(self, rule: ScaleRule, last_HE: Tensor) -> ExpertScales:
+    def expert_scales(self, rule: ScaleRule, last_HE: Tensor) -> DelayedScales:
         """Made once a step, and kept until the history of experts, `last_HE`, changes."""
         seen_E = last_HE.amax(0)
         most = seen_E.amax()
@@ -122,7 +105,7 @@ class OperandHistory:
         largest_e1 = most_e1 * self.room
         rows_e1 = scale_from_amax(largest_e1, rule)
         if self.channels is None:
-            return rows_e1, rows_e1
+            return DelayedScales(rows_e1, rows_e1)
         experts = len(most_e1)
         last = self.channels.last
         seen_channels = last.amax(0)
@@ -131,7 +114,7 @@ class OperandHistory:
         most_eC = torch.where(is_unseen_eC, most_e1, seen_eC)
         largest_eC = most_eC * self.room
         columns_eC = scale_from_amax(largest_eC, rule)
-        return rows_e1, columns_eC
+        return DelayedScales(rows_e1, columns_eC)
 
 
 def held_experts(weight: PlacedWeight) -> slice:

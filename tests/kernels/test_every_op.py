@@ -1020,7 +1020,26 @@ def plain_wide_scales(maxima, tiles, kind, rule):
     return [[s] * 128 for s in scales], [[s] * len(columns[0]) for s in scales]
 
 
-def plain_count_saturated(source, tiles, maxima, format, rows=None, columns=None, index=None):
+def plain_quantise_delayed(source, tiles, rule, scales, rows, columns, index=None):
+    experts = tiles.tiles_M4[:, 0].tolist()
+    of_rows, of_columns = (x.tolist() for x in scales)
+    row_scales = [of_rows[e][0] for e in experts for _ in range(128)] if rows else None
+    column_scales = [of_columns[e] * (len(source[0]) // len(of_columns[e])) for e in experts] if columns else None
+    copies = plain_quantise_tiles(source, tiles, rule, row_scales, column_scales, index)
+    _, maxima = plain_tile_maxima(source, tiles, index)
+    return [*copies, maxima, plain_saturated(source, tiles, rule.format, row_scales, column_scales, index)]
+
+
+def plain_note_maxima(maxima, tiles, experts, channels=None):
+    tiles_of = [[m for m, tile in enumerate(tiles.tiles_M4.tolist()) if tile[0] == e] for e in range(len(experts))]
+    most = [[max(column) for column in transposed([maxima[m] for m in of])] for of in tiles_of]
+    raised = [maxima, [max(before, *line) for before, line in zip(experts, most, strict=True)]]
+    if channels is None:
+        return raised
+    return [*raised, [[*map(max, before, line)] for before, line in zip(channels, most, strict=True)]]
+
+
+def plain_saturated(source, tiles, format, rows=None, columns=None, index=None):
     beyond = {"e4m3": 448 + 32 / 2, "e5m2": 57344 + 8192 / 2}[format.name]
     count = 0
     for m, of_tile in enumerate(plain_padded_tiles(source, tiles, index)):

@@ -13,7 +13,7 @@ from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.kernels.linear.product import ExpertRows, Role
-from moefold.kernels.quantise.row_tiles import RowTiles
+from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import Declaration
 from moefold.layout.placement import sharded_over_experts
@@ -142,6 +142,31 @@ def test_experts_and_their_channels_have_histories_of_their_own(name: str):
     channels = torch.stack([first.amax(0), last.max().expand(INPUTS), last.amax(0)]) / 448
     channels[:, 5] = of_experts  # nothing but zeros was seen of this channel
     assert torch.equal(by_column[used], channels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_gathered_as_they_are_read_have_the_bits_and_the_history_of_rows_gathered_before(name: str):
+    ends = torch.tensor([130, 130, 137]).int()
+    tiles = row_tiles(ends, 137)
+    sources = [numbers(40, INPUTS, seed) for seed in (3, 8)]
+    index = torch.arange(137) * 7 % 40
+    found = []
+    for gathered in (False, True):
+        layers, histories = layers_with(name)
+        recipe = delayed_recipe(layers.down)
+        histories.begin_step()
+        for source in sources:  # current scales, then those of the first step
+            given = (source, index.int()) if gathered else (source[index], None)
+            copies = recipe.quantise(given[0], tiles, "input", rows=True, columns=True, index_R=given[1])
+            end_step(histories, SOUND)
+        found.append((copies, recipe.state()))
+    (late, seen), (early, right) = found
+    late_operand, early_operand = (TileOperand(tiles, None, *copies) for copies in (late, early))
+    assert_same_bits(late_operand, early_operand)
+    assert torch.equal(seen["input_maxima"], right["input_maxima"])
+    assert seen["input_maxima"].any()
+    assert torch.equal(seen["input_saturated"], right["input_saturated"])
+    assert seen["input_saturated"] > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

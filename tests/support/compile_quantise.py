@@ -27,12 +27,14 @@ from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK
 from moefold.kernels.experts import low_rank_triton, row_stash_triton
 from moefold.kernels.quantise import (
     base_codecs_triton,
+    delayed_tiles_triton,
     gather_tiles_triton,
     hadamard_triton,
     line_maxima_triton,
     mx_blocks_triton,
     nv_blocks_triton,
     payload_triton,
+    quantise_tiles_launch,
     quantise_tiles_triton,
     quantise_weight_hopper,
     quantise_weight_launch,
@@ -92,6 +94,31 @@ def tile_kernels() -> Iterator[tuple[str, str]]:
         yield f"quantise tiles, {source}, rows {rows}, columns {columns}", ptx
     types = TILE_TYPES | {"source_ND": "*bf16"}
     yield "tile maxima", compile_for_hopper(module.tile_maxima_kernel, types, SCALE_CONSTANTS, module.ROOM)
+
+
+DELAYED_TYPES = TILE_TYPES | {"rows_E": FP32, "columns_EC": FP32, "scales_P": FP32, "scales_MD": FP32}
+DELAYED_TYPES |= {"maxima_MD": FP32, "saturated": "*i64", "source_ND": "*bf16"}
+DELAYED_WAYS = [  # arguments that are absent
+    ("both copies, gathered", {}),
+    ("rows alone", {"values_MDB": None, "scales_MD": None, "index_R": None}),
+    ("columns alone", {"values_PD": None, "scales_P": None, "index_R": None}),
+]
+
+
+def delayed_kernels() -> Iterator[tuple[str, str]]:
+    constants = {"LARGEST": E4M3.largest, "SATURATES": E4M3.saturates, "BLOCK": BLOCK}
+    for name, kernel in (
+        ("Triton", delayed_tiles_triton.TRITON_KERNEL),
+        ("Gluon", quantise_tiles_launch.GLUON_DELAYED_KERNEL),
+    ):
+        options = {key: value for key, value in kernel.options.items() if key != "BLOCK"}
+        for about, absent in DELAYED_WAYS:
+            ptx = compile_for_hopper(kernel.quantise, DELAYED_TYPES, constants | absent, options)
+            yield f"quantise delayed, {name}, {about}", ptx
+    module = delayed_tiles_triton
+    types = dict.fromkeys(("maxima_MD", "first_tile_E", "used", "experts_E", "channels_ED"), INT32)
+    constants = {"TILES": module.TILES, "COLUMNS": module.COLUMNS}
+    yield "note maxima", compile_for_hopper(module.note_maxima_kernel, types, constants, {"num_warps": 4})
 
 
 WEIGHT_TYPES = {"values_END": FP8, "values_EDN": FP8, "scales_EIJ": FP32, "scales_EJI": FP32}
@@ -278,6 +305,7 @@ def casts_stored_and_split(ptx: str) -> int:
 def main() -> None:
     for kernels in (
         tile_kernels(),
+        delayed_kernels(),
         weight_kernels(),
         row_kernels(),
         micro_kernels(),

@@ -201,16 +201,13 @@ def quantise_output_gradient(work: ExpertPass, dy_RD: Tensor) -> tuple[Quantised
     recipe = work.down_recipe
     source_ND, index_R = source_of_rows(dy_RD)
     in_columns = work.fp8_wgrad
-    once_each = index_R is not None and recipe.scales_each_row
     quantise = partial(recipe.quantise, source_ND, work.tiles, "gradient", index_R=index_R)
-    columns = None
-    if once_each:
-        rows = quantise_then_gather(work, recipe, source_ND, "gradient", index_R)
-        if in_columns:
-            columns = quantise(columns=True).columns
-    else:
+    if index_R is None or not recipe.scales_each_row:
         copies = quantise(rows=True, columns=in_columns)
         rows, columns = copies.wanted_rows, copies.columns
+    else:
+        rows = quantise_then_gather(work, recipe, source_ND, "gradient", index_R)
+        columns = quantise(columns=True).columns if in_columns else None
     if columns is None:
         return rows, in_tiles(work, source_ND, index_R)
     return rows, columns

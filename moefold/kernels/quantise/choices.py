@@ -28,9 +28,11 @@ CHOICES: Choices = {
         Choice("triton", fp8_casts_run, FP8_NEEDS, "gather, scales and bytes of rows and of columns in one read"),
     ),
     "wide_scales": (Choice("triton", triton_runs, "cuda with Triton", "two launches instead of twenty"),),
-    "count_saturated": (
-        Choice("triton", triton_runs, "cuda with Triton", "reads only tiles whose maxima leave the range"),
+    "quantise_delayed": (
+        Choice("gluon", fp8_gluon_runs, HOPPER_NEEDS, "as quantise_tiles, with maxima and a count from the same read"),
+        Choice("triton", fp8_casts_run, FP8_NEEDS, "copies, maxima and a count from one read"),
     ),
+    "note_maxima": (Choice("triton", triton_runs, "cuda with Triton", "one launch for experts and channels"),),
     "rounding_figures": (
         Choice("triton", fp8_casts_run, FP8_NEEDS, "one read of values and bytes, nothing kept in fp32"),
     ),

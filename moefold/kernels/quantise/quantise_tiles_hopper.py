@@ -71,6 +71,12 @@ def load_tile(source_ND, tiles_M4, index_R, m, D):
     """128 x 128 values in fp32, zero where there is no row or no column."""
     r = tile_rows(TILE_LAYOUT)
     c = tile_columns(TILE_LAYOUT)
+    return load_rows(source_ND, tiles_M4, index_R, m, r, c, D)
+
+
+@gluon.jit
+def load_rows(source_ND, tiles_M4, index_R, m, r, c, D):
+    """Some rows and columns of a tile."""
     # the rows' places in the source
     tile = tiles_M4 + 4 * m
     row = gl.load(tile + 1)
@@ -102,7 +108,6 @@ def largest_magnitudes(x, AXIS: constexpr):
 def quantise_rows(x, values_PD, row_scales, m, M, D, SCALES: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr):
     """Scales of this block of each row, computed or given, and its values."""
     r = tile_rows(TILE_LAYOUT)
-    c = tile_columns(TILE_LAYOUT)
     first = m.to(gl.int64) * 128
     if SCALES == "block":
         magnitudes = gl.abs(x)
@@ -115,6 +120,15 @@ def quantise_rows(x, values_PD, row_scales, m, M, D, SCALES: constexpr, LARGEST:
     else:
         scale = gl.load(row_scales + first + r)
     factor = reciprocal(scale)
+    store_rows(x, factor, values_PD, m, D)
+
+
+@gluon.jit
+def store_rows(x, factor, values_PD, m, D):
+    """The copy along rows, whose scales are the reciprocals of the factors."""
+    r = tile_rows(TILE_LAYOUT)
+    c = tile_columns(TILE_LAYOUT)
+    first = m.to(gl.int64) * 128
     q = x * factor[:, None]
     row_start = (first + r) * D
     line = values_PD + row_start[:, None]
@@ -140,10 +154,15 @@ def quantise_columns(
     else:
         scale = load_scales(scale_at, c < D)
     factor = reciprocal(scale)
+    store_columns(x, factor, values_MDB, m, D)
+
+
+@gluon.jit
+def store_columns(x, factor, values_MDB, m, D):
+    """The copy along columns, transposed."""
     q = x * factor[None, :]
     rounded = q.to(values_MDB.dtype.element_ty)
     by_column = gl.convert_layout(rounded, BY_COLUMN)
-    # the transposed copy
     r = tile_rows(BY_COLUMN)
     c = tile_columns(BY_COLUMN)
     column_start = c * 128

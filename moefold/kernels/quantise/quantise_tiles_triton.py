@@ -45,6 +45,30 @@ def scale_of_lines(bits, at, inside, AXIS: constexpr, KIND: constexpr, LARGEST: 
 
 
 @triton.jit
+def store_row_copy(x, scale, values_PD, p, c, D, LARGEST: constexpr):
+    """Columns c of padded rows p."""
+    FORMAT: constexpr = values_PD.dtype.element_ty
+    q = round_to_fp8(x, scale[:, None], LARGEST, FORMAT)
+    at = tile_pointers(values_PD, p, c, D)
+    inside = tile_mask(p >= 0, c < D)
+    tl.store(at, q, mask=inside)
+
+
+@triton.jit
+def store_column_copy(x, scale, values_MDB, wide_m, c, D, LARGEST: constexpr):
+    """Columns c of tile m, transposed."""
+    FORMAT: constexpr = values_MDB.dtype.element_ty
+    q = round_to_fp8(x, scale[None, :], LARGEST, FORMAT)
+    rows: constexpr = x.shape[0]
+    r = tl.arange(0, rows)
+    values_DB = values_MDB + wide_m * D * rows
+    at = tile_pointers(values_DB, c, r, rows)
+    inside = tile_mask(c < D, r >= 0)
+    transposed = tl.trans(q)
+    tl.store(at, transposed, mask=inside)
+
+
+@triton.jit
 def quantise_tiles_kernel(
     source_ND,
     tiles_M4,
@@ -85,21 +109,11 @@ def quantise_tiles_kernel(
         if ROWS == "block":
             scale_at += wide_program_id(1) * P
         scale = scale_of_lines(bits, scale_at, every_r, 1, ROWS, LARGEST, POWER_OF_TWO)
-        ROW_FORMAT: constexpr = values_PD.dtype.element_ty
-        q = round_to_fp8(x, scale[:, None], LARGEST, ROW_FORMAT)
-        at = tile_pointers(values_PD, p, c, D)
-        inside = tile_mask(every_r, real_c)
-        tl.store(at, q, mask=inside)
+        store_row_copy(x, scale, values_PD, p, c, D, LARGEST)
     if COLUMNS is not None:
         scale_at = column_scales_MD + wide_m * D + c
         scale = scale_of_lines(bits, scale_at, real_c, 0, COLUMNS, LARGEST, POWER_OF_TWO)
-        COLUMN_FORMAT: constexpr = values_MDB.dtype.element_ty
-        q = round_to_fp8(x, scale[None, :], LARGEST, COLUMN_FORMAT)
-        values_DB = values_MDB + wide_m * D * BLOCK
-        at = tile_pointers(values_DB, c, r, BLOCK)
-        inside = tile_mask(real_c, every_r)
-        transposed = tl.trans(q)
-        tl.store(at, transposed, mask=inside)
+        store_column_copy(x, scale, values_MDB, wide_m, c, D, LARGEST)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
+from moefold.kernels.quantise.delayed_tiles import DelayedScales, note_maxima, quantise_delayed
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Fp8Format, Quantised, ScaleRule, round_to_fp8, scale_from_amax
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.matrix_places import MatrixPlace
@@ -332,6 +333,43 @@ def test_the_kernels_of_tiles_give_the_bits_of_the_references(
         mine, reference = triton_of(quantise_tiles)(*given), quantise_tiles.reference(*given)
         use.check_rows(mine.rows, reference.rows)
         use.check_columns(mine.columns, reference.columns)
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["in order", "gathered"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["experts", "channels"])
+@each_dtype
+@each_routing
+def test_the_kernels_of_delayed_scales_give_the_bits_maxima_and_counts_of_the_references(
+    rows_E: list[int], dtype: torch.dtype, by_channel: bool, gathered: bool
+):
+    width = 200 if by_channel else 72
+    use = TilesOfUse(rows_E, width, dtype, gathered)
+    rule = RULES[(by_channel + gathered) % len(RULES)]
+    generator = torch.Generator().manual_seed(width)
+    magnitudes = 10 ** (40 * torch.rand(len(rows_E), width, generator=generator) - 20)
+    scales_EC = magnitudes.to(DEVICE) if by_channel else magnitudes[:, :1].to(DEVICE)
+    scales_EC[:, 0] = torch.nan if by_channel else 1e3
+    scales = DelayedScales(scales_EC[:, :1].contiguous(), scales_EC)
+    now_E = torch.rand(len(rows_E), generator=generator).to(DEVICE)
+    now_ED = torch.rand(len(rows_E), width, generator=generator).to(DEVICE)
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        given = (use.source, use.tiles, rule, scales, rows, columns, use.index)
+        mine, reference = triton_of(quantise_delayed)(*given), quantise_delayed.reference(*given)
+        if rows:
+            use.check_rows(mine.copies.rows, reference.copies.rows)
+        if columns:
+            use.check_columns(mine.copies.columns, reference.copies.columns)
+        assert [copy is None for copy in mine.copies] == [not rows, not columns]
+        assert equal_numbers(mine.maxima_MD[: use.used], reference.maxima_MD[: use.used])
+        assert torch.equal(mine.saturated_1, reference.saturated_1)
+    mine.maxima_MD[use.used :] = torch.nan  # of tiles that are not in use
+    noted = [(now_E.clone(), now_ED.clone()) for _ in range(2)]
+    for note, windows in zip((triton_of(note_maxima), note_maxima.reference), noted, strict=True):
+        note(mine.maxima_MD, use.tiles, *windows)
+    assert all(equal_numbers(a, b) for a, b in zip(*noted, strict=True))
+    alone_E = now_E.clone()
+    triton_of(note_maxima)(mine.maxima_MD, use.tiles, alone_E)
+    assert equal_numbers(alone_E, noted[0][0])
 
 
 def test_the_kernel_of_tiles_makes_only_what_is_asked_for():
