@@ -143,13 +143,25 @@ def find_scale(amax, rule):
 
 
 @gluon.jit
-def store_columns(x, copy, tile, column, N, rule):
-    """The copy along columns of a chunk, transposed, and its scales."""
+def larger_of_three(x0, x1, x2, y0, y1, y2):
+    z0 = larger_magnitude(x0, y0)
+    z1 = larger_magnitude(x1, y1)
+    z2 = larger_magnitude(x2, y2)
+    return z0, z1, z2
+
+
+@gluon.jit
+def column_maxima(x0, x1, x2):
+    """Largest magnitudes of the columns of three chunks: warps wait for each other once instead of thrice."""
+    magnitudes = (gl.abs(x0), gl.abs(x1), gl.abs(x2))
+    return gl.reduce(magnitudes, 0, larger_of_three)
+
+
+@gluon.jit
+def store_columns(x, amax, copy, tile, column, N, rule):
+    """The copy along columns of a chunk, transposed, and its scales, one for each column."""
     values_MNB, scales_MN = copy
     c = chunk_columns(LAYOUT)
-    # one scale for each column
-    magnitude = gl.abs(x)
-    amax = gl.reduce(magnitude, 0, larger_magnitude)
     scale = find_scale(amax, rule)
     m = tile.m.to(gl.int64)
     line = m * N
@@ -181,35 +193,6 @@ def store_plain(x, values_PN, tile, column, N):
 
 
 @gluon.jit
-def store_for_weights(x, copy, tile, column, N, rule):
-    """What the weight gradient reads: a copy along columns, or the values where there are no scales."""
-    values, scales = copy
-    if scales is None:
-        store_plain(x, values, tile, column, N)
-    else:
-        store_columns(x, copy, tile, column, N, rule)
-
-
-@gluon.jit
-def keep_packed(x):
-    """The identity on packed numbers, which hides from the compiler that they were unpacked before: they are unpacked
-    again where they are needed, instead of being held in two to four times the registers."""
-    if x.dtype.primitive_bitwidth == 8:
-        raw = x.to(gl.int8, bitcast=True)
-        raw = move_packed(raw, 4)
-    else:
-        raw = x.to(gl.int16, bitcast=True)
-        raw = move_packed(raw, 2)
-    return raw.to(x.dtype, bitcast=True)
-
-
-@gluon.jit
-def move_packed(raw, NUMBER: gl.constexpr):
-    """The identity on registers of NUMBER integers each."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [raw], raw.dtype, False, NUMBER)
-
-
-@gluon.jit
 def store_row_scale(amax, row_scales, line, tile, P, rule):
     """The scale of each row's 128 values."""
     scale = find_scale(amax, rule)
@@ -219,10 +202,44 @@ def store_row_scale(amax, row_scales, line, tile, P, rule):
 
 
 @gluon.jit
-def row_maxima(amax, x):
+def parts_of_rows(x):
+    """The columns of a chunk by thread: what a row has in one thread is reduced there, and once in the end, behind all
+    chunks, between threads."""
+    shape: gl.constexpr = [128, COLUMNS // 4, 4]
+    return x.reshape(shape)
+
+
+@gluon.jit
+def add_parts(sums, x):
+    parts = parts_of_rows(x)
+    return sums + gl.sum(parts, 2)
+
+
+@gluon.jit
+def larger_parts(maxima, x):
     magnitude = gl.abs(x)
-    found = gl.reduce(magnitude, 1, larger_magnitude)
-    return larger_magnitude(amax, found)
+    parts = parts_of_rows(magnitude)
+    found = gl.reduce(parts, 2, larger_magnitude)
+    return larger_magnitude(maxima, found)
+
+
+@gluon.jit
+def zero_parts():
+    zero = gl.full([128, COLUMNS], 0.0, gl.float32, LAYOUT)
+    parts = parts_of_rows(zero)
+    return gl.sum(parts, 2)
+
+
+@gluon.jit
+def sum_parts(sums):
+    whole = gl.sum(sums, 1)
+    return gl.convert_layout(whole, BY_ROW)
+
+
+@gluon.jit
+def largest_part(maxima):
+    whole = gl.reduce(maxima, 1, larger_magnitude)
+    return gl.convert_layout(whole, BY_ROW)
 
 
 @gluon.jit
@@ -244,14 +261,17 @@ def silu_slope(silu, t):
 
 
 @gluon.jit
-def gate_gradient(d, g, u, half_scale):
-    """The gradient of the gate without the factors of rows, and silu(gate)."""
+def chunk_gradients(d, g, u, half_scale):
+    """Without the factors of rows: the activation, its product with da, and the gradients of gate and up."""
     silu, t = silu_and_tanh(g, half_scale)
     da = d.to(gl.float32)
     up = u.to(gl.float32)
+    act = silu * up
+    dot = da * act
     product = da * up
     dgate = product * silu_slope(silu, t)
-    return dgate, silu
+    dup = da * silu
+    return act, dot, dgate, dup
 
 
 @gluon.jit
@@ -285,60 +305,50 @@ def quantise_gradient_kernel(
         inside = r < real
         w = load_or_zero(weight_R + row + r, inside)
         up_weight = up_scale * w
-        # sums and maxima of rows
-        dots = full_rows(0.0)
-        gate_max = full_rows(0.0)
-        up_max = full_rows(0.0)
+        # sums and maxima of rows, in parts
+        dots = zero_parts()
+        gate_max = zero_parts()
+        up_max = zero_parts()
         for_dh = (dh_copy, dh_copy_scales)
         for_a = (a_copy, a_copy_scales)
         # first round: what the weight gradients read, and the largest of each row
         for i in range(chunks):
             column = block * 128 + i * COLUMNS
-            d, g, u = load_chunk(da_RF, h_PN, tile, column, F)
-            silu, _ = silu_and_tanh(g, half_scale)
-            up = u.to(gl.float32)
-            act = silu * up
-            da = d.to(gl.float32)
-            products = da * act
-            dots += gl.sum(products, 1)
-            act *= up_weight[:, None]
-            store_for_weights(act, for_a, tile, column, F, a_rule)
-            # the gradient of the gate
-            d = keep_packed(d)
-            g = keep_packed(g)
-            dgate, _ = gate_gradient(d, g, u, half_scale)
-            dgate *= up_weight[:, None]
-            gate_max = row_maxima(gate_max, dgate)
-            store_for_weights(dgate, for_dh, tile, column, 2 * F, dh_rule)
-            # the gradient of up
-            d = keep_packed(d)
-            g = keep_packed(g)
-            silu, _ = silu_and_tanh(g, half_scale)
-            da = d.to(gl.float32)
-            dup = da * silu
-            dup *= w[:, None]
-            up_max = row_maxima(up_max, dup)
             up_column = F + column
-            store_for_weights(dup, for_dh, tile, up_column, 2 * F, dh_rule)
+            d, g, u = load_chunk(da_RF, h_PN, tile, column, F)
+            act, dot, dgate, dup = chunk_gradients(d, g, u, half_scale)
+            dots = add_parts(dots, dot)
+            act *= up_weight[:, None]
+            dgate *= up_weight[:, None]
+            dup *= w[:, None]
+            gate_max = larger_parts(gate_max, dgate)
+            up_max = larger_parts(up_max, dup)
+            if dh_copy_scales is None:
+                store_plain(act, a_copy, tile, column, F)
+                store_plain(dgate, dh_copy, tile, column, 2 * F)
+                store_plain(dup, dh_copy, tile, up_column, 2 * F)
+            else:
+                most_act, most_dgate, most_dup = column_maxima(act, dgate, dup)
+                store_columns(act, most_act, for_a, tile, column, F, a_rule)
+                store_columns(dgate, most_dgate, for_dh, tile, column, 2 * F, dh_rule)
+                store_columns(dup, most_dup, for_dh, tile, up_column, 2 * F, dh_rule)
         # the gradient of the rows' weights
         wide_block = block.to(gl.int64)
         line = wide_block * R
         dots_at = dots_BR + line + row + r
-        dweight = dots * up_scale
+        dweight = sum_parts(dots) * up_scale
         gl.store(dots_at, dweight, mask=inside)
         # second round: copies along rows, whose factors hold those of the rows
-        dgate_scale = store_row_scale(gate_max, row_scales, block, tile, P, dh_rule)
-        dup_scale = store_row_scale(up_max, row_scales, up_line, tile, P, dh_rule)
+        dgate_scale = store_row_scale(largest_part(gate_max), row_scales, block, tile, P, dh_rule)
+        dup_scale = store_row_scale(largest_part(up_max), row_scales, up_line, tile, P, dh_rule)
         gate_factor = up_weight * reciprocal(dgate_scale)
         up_factor = w * reciprocal(dup_scale)
         for i in range(chunks):
             column = block * 128 + i * COLUMNS
             d, g, u = load_chunk(da_RF, h_PN, tile, column, F)
-            dgate, silu = gate_gradient(d, g, u, half_scale)
+            _, _, dgate, dup = chunk_gradients(d, g, u, half_scale)
             dgate *= gate_factor[:, None]
             store_plain(dgate, dh_rows_PN, tile, column, 2 * F)
-            da = d.to(gl.float32)
-            dup = da * silu
             dup *= up_factor[:, None]
             up_column = F + column
             store_plain(dup, dh_rows_PN, tile, up_column, 2 * F)

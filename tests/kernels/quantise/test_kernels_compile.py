@@ -22,7 +22,7 @@ def test_every_kernel_compiles_with_the_cast_of_the_gpu_whole_stores_and_ieee_ro
         found = LINE.fullmatch(line)
         assert found, line
         name, casts, torn, stores, rough = found.groups()
-        division = 2 if name.startswith("weight blocks, Gluon") else 0  # its correction (fp8_hopper.py)
+        division = 3 if name.startswith("weight blocks, Gluon") else 0  # two of its correction, and NaN (fp8_hopper.py)
         if name.startswith("quantise delayed, Gluon"):  # reciprocals, of four operations with their correction
             assert int(rough) % 4 == 0, line
         elif name not in EXACT_BEFORE_SUMS:
