@@ -93,6 +93,7 @@ FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
     "quantise_swiglu_gradient",
+    "quantise_delayed_gradient",
     "tile_weight_product",
 }
 MIB = 2**20

@@ -15,7 +15,7 @@ from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import Role
-from moefold.kernels.quantise.delayed_tiles import note_maxima, quantise_delayed
+from moefold.kernels.quantise.delayed_tiles import DelayedScales, DelayedTiles, note_maxima, quantise_delayed
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, TileMaxima
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.kernels.quantise.wide_scales import WideScales
@@ -84,20 +84,31 @@ class DelayedFp8Recipe(Fp8Recipe):
         columns: bool = False,
         index_R: Tensor | None = None,
     ) -> QuantisedTiles:
-        history = self.histories.get(role)
-        if history is None or self.steps == 0:
+        scales = self.delayed_scales(role)
+        if scales is None:
             return super().quantise(x, tiles, role, rows, columns, index_R)
         rule = self.rules[role]
-        scales = history.scales(rule)
         make_copies = self.kernels[quantise_delayed]
-        copies, maxima_MD, saturated_1 = make_copies(x, tiles, rule, scales, rows, columns, index_R)
-        self.record(history, maxima_MD, tiles)
-        seen_saturated = None
-        if rerun_key() is None:  # a rerun's values were counted
-            seen_saturated = saturated_1
-            history.saturated_now += saturated_1
-        self.watch.see_rows(role, x, tiles, copies, index_R, seen_saturated)
-        return copies
+        found = make_copies(x, tiles, rule, scales, rows, columns, index_R)
+        saturated = self.take_note(role, tiles, found)
+        self.watch.see_rows(role, x, tiles, found.copies, index_R, saturated)
+        return found.copies
+
+    def delayed_scales(self, role: Role) -> DelayedScales | None:
+        """Those of the last steps, if any were recorded."""
+        history = self.histories.get(role)
+        if history is None or self.steps == 0:
+            return None
+        return history.scales(self.rules[role])
+
+    def take_note(self, role: Role, tiles: RowTiles, found: DelayedTiles) -> Tensor | None:
+        """Of largest magnitudes and saturated values; the number of these, where they are counted."""
+        history = self.histories[role]
+        self.record(history, found.maxima_MD, tiles)
+        if rerun_key() is not None:  # its values were counted
+            return None
+        history.saturated_now += found.saturated_1
+        return found.saturated_1
 
     def scales_from_maxima(self, maxima: TileMaxima, tiles: RowTiles, role: Role) -> WideScales:
         """Current scales: of tokens, and of all until a step has been recorded."""

@@ -20,6 +20,7 @@ from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weig
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product
 from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, GroupedProducts
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role, ends_of_rows
+from moefold.kernels.quantise.delayed_tiles import DelayedScales, DelayedTiles
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat, quantise_weight
@@ -145,6 +146,14 @@ class Fp8Recipe:
         self.watch.see_rows(role, x, tiles, copies, index_R)
         return copies
 
+    def delayed_scales(self, role: Role) -> DelayedScales | None:
+        """Scales that are known before the values: none."""
+        return None
+
+    def take_note(self, role: Role, tiles: RowTiles, found: DelayedTiles) -> Tensor | None:
+        """Of what was found where scales were delayed."""
+        raise TypeError(f"{self.name} has current scales: no values are beyond their range")
+
     @property
     def scales_each_row(self) -> bool:
         """Whether the scales of a gradient's row, along rows, follow from this row alone."""
@@ -155,9 +164,11 @@ class Fp8Recipe:
         """Whether this step records statistics."""
         return self.watch.seen is not None
 
-    def show_copies(self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles) -> None:
+    def show_copies(
+        self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles, saturated: Tensor | None = None
+    ) -> None:
         """Show the watch copies that a fused kernel made of x."""
-        self.watch.see_rows(role, x, tiles, copies)
+        self.watch.see_rows(role, x, tiles, copies, saturated=saturated)
 
     def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
         """Show the watch the copy along rows that an epilogue made of an input, from the input itself."""

@@ -15,6 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from moefold.kernels.attention import backward_hopper, backward_hopper_launch
 from moefold.kernels.experts import (
+    delayed_swiglu_hopper,
     grouped_gemm_fp8_hopper,
     grouped_gemm_fp8_launch,
     grouped_gemm_hopper,
@@ -189,6 +190,15 @@ SWIGLU_TILES = [  # what is kept and read, arguments that are absent, types that
 ]
 
 
+DELAYED_TYPES = TILE_TYPES | dict.fromkeys(("dh_rows_E", "dh_columns_EC", "a_columns_EC", "dh_scales_P"), FP32)
+DELAYED_TYPES |= {"dh_maxima": FP32, "a_maxima": FP32, "dh_saturated": "*i64", "a_saturated": "*i64"}
+DELAYED_TYPES |= {"dh_copy": FP8, "a_copy": FP8}
+DELAYED_SWIGLU = [
+    ("delayed scales, FP8 kept", (), {"h_PN": FP8}),
+    ("delayed scales, bf16 kept", ("h_scales",), {}),
+]
+
+
 def swiglu_tile_kernels() -> Iterator[tuple[str, str]]:
     options = {"num_warps": swiglu_tiles_launch.WARPS, "maxnreg": swiglu_tiles_launch.REGISTERS}
     for about, absent, types in SWIGLU_TILES:
@@ -196,6 +206,10 @@ def swiglu_tile_kernels() -> Iterator[tuple[str, str]]:
         constants |= dict.fromkeys(absent)
         kernel = swiglu_tiles_hopper.quantise_gradient_kernel
         yield f"SwiGLU's gradient, {about}", compile_for_hopper(kernel, TILE_TYPES | types, constants, options)
+    for about, absent, types in DELAYED_SWIGLU:
+        constants = {"SATURATES": E4M3.saturates, "A_SATURATES": E4M3.saturates} | dict.fromkeys(absent)
+        kernel = delayed_swiglu_hopper.quantise_delayed_gradient_kernel
+        yield f"SwiGLU's gradient, {about}", compile_for_hopper(kernel, DELAYED_TYPES | types, constants, options)
 
 
 def main() -> None:

@@ -123,6 +123,7 @@ CHOICES: Choices = {
     "fp8_swiglu_product": (FP8_GEMM,),
     "fp8_dswiglu_product": (FP8_GEMM,),
     "quantise_swiglu_gradient": (SWIGLU_PASS,),
+    "quantise_delayed_gradient": (SWIGLU_PASS,),
     "grouped_gemm": (TORCH_GROUPED_MM, TILED_ROWS),
     "grouped_gemm_weight": (TORCH_GROUPED_MM,),
 }

@@ -20,15 +20,17 @@ from torch import Tensor
 from moefold.config.precision_recipes import RecipeSpec, Sums
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.activation_formats import ActivationFormats
+from moefold.kernels.experts.delayed_swiglu_tiles import GradientScales, quantise_delayed_gradient
 from moefold.kernels.experts.fp8_swiglu import Kept, fp8_dswiglu_product, fp8_swiglu_product, swiglu_gradients
 from moefold.kernels.experts.swiglu_tiles import GradientRules, QuantisedGradient, quantise_swiglu_gradient
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product, tile_weight_product
 from moefold.kernels.linear.product import Role, ends_of_rows
+from moefold.kernels.quantise.delayed_tiles import DelayedScales, DelayedTiles
 from moefold.kernels.quantise.fp8 import Quantised, ScaleRule
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight
-from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, row_tiles
+from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, padded_tiles, row_tiles
 from moefold.kernels.routing.expert_rows import sum_rows
 from moefold.kernels.routing.gathered_rows import source_of_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
@@ -64,12 +66,22 @@ class Fp8Experts(Protocol):
         index_R: Tensor | None = None,
     ) -> QuantisedTiles: ...
 
+    def delayed_scales(self, role: Role) -> DelayedScales | None:
+        """Scales that are known before the values."""
+        ...
+
+    def take_note(self, role: Role, tiles: RowTiles, found: DelayedTiles) -> Tensor | None:
+        """Of largest magnitudes and saturated values; the number of these, where they are counted."""
+        ...
+
     @property
     def is_watched(self) -> bool:
         """Whether this step records statistics; what follows is for them alone."""
         ...
 
-    def show_copies(self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles) -> None:
+    def show_copies(
+        self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles, saturated: Tensor | None = None
+    ) -> None:
         """Copies that a fused kernel made of x."""
         ...
 
@@ -99,6 +111,17 @@ class ExpertPass(NamedTuple):
     @property
     def fp8_wgrad(self) -> bool:
         return self.recipe.spec.columns != "none"
+
+    @property
+    def delayed_scales(self) -> GradientScales | None:
+        """Those of dh and of a, where they are known before their values."""
+        dh = self.recipe.delayed_scales("gradient")
+        a = self.down_recipe.delayed_scales("input")
+        if dh is None or a is None:
+            return None
+        dh_rule = self.recipe.rules["gradient"]
+        a_rule = self.down_recipe.rules["input"]
+        return GradientScales(dh_rule, dh, a_rule, a)
 
     def multiply(self, a: Quantised, w: Quantised) -> Tensor:
         """Rows times weights, without padding."""
@@ -157,6 +180,8 @@ class Fp8ExpertMlp(torch.autograd.Function):
         # Down: the data gradient and SwiGLU's, and the weight gradient.
         dy_rows, left = quantise_output_gradient(work, dy_RD)
         find_gradient = gradient_by_blocks if work.by_blocks else gradient_by_wide_scales
+        if work.delayed_scales is not None:
+            find_gradient = gradient_by_delayed_scales
         weight_fp32_R = weight_R.float()
         kept = KeptForBackward(down, h, weight_fp32_R)
         gradient = find_gradient(work, kept, dy_rows)
@@ -295,12 +320,28 @@ def gradient_by_wide_scales(work: ExpertPass, kept: KeptForBackward, dy: Quantis
     return QuantisedGradient(rows, dh, a, dweight_R)
 
 
-def padded_tiles(tiles: RowTiles) -> RowTiles:
-    """The same tiles for a tensor whose rows are in their padded places already."""
-    tiles_M4 = tiles.tiles_M4.clone()
-    padded_row_M = tiles_M4[:, 3]
-    tiles_M4[:, 1] = padded_row_M
-    return tiles._replace(tiles_M4=tiles_M4)
+def gradient_by_delayed_scales(work: ExpertPass, kept: KeptForBackward, dy: Quantised) -> QuantisedGradient:
+    """The same where scales are known: the data gradient of down, then one pass that quantises once."""
+    recipe, down_recipe, tiles, _, _ = work
+    down, h, weight_R = kept
+    scales = work.delayed_scales
+    assert scales is not None, "a step has been recorded"
+    w = down_recipe.weight(down).transposed
+    da_RF = work.multiply(dy, w)
+    quantise = work.kernels[quantise_delayed_gradient]
+    dh, a, dweight_R = quantise(da_RF, h, weight_R, tiles, scales)
+    dh_saturated = recipe.take_note("gradient", tiles, dh)
+    a_saturated = down_recipe.take_note("input", tiles, a)
+    if recipe.is_watched or down_recipe.is_watched:
+        da_PF = pad_to_tiles(da_RF, tiles)
+        exact = swiglu_gradients(da_PF, h, weight_R, tiles)
+        padded = padded_tiles(tiles)
+        recipe.show_copies("gradient", exact.dh_PN, padded, dh.copies, dh_saturated)
+        down_recipe.show_copies("input", exact.a_PF, padded, a.copies, a_saturated)
+    dh_rows = dh.copies.wanted_rows
+    dh_columns = dh.copies.wanted_columns
+    a_columns = a.copies.wanted_columns
+    return QuantisedGradient(dh_rows, dh_columns, a_columns, dweight_R)
 
 
 def up_weight_gradient(

@@ -167,8 +167,13 @@ def store_columns(x, amax, copy, tile, column, N, rule):
     line = m * N
     scales_at = scales_MN + line + column
     gl.store(scales_at + c, scale)
-    # the values in FP8
     factor = reciprocal(scale)
+    place_columns(x, factor, values_MNB, tile, column, N)
+
+
+@gluon.jit
+def place_columns(x, factor, values_MNB, tile, column, N):
+    """The FP8 values of a chunk, transposed."""
     q = x * factor[None, :]
     rounded = q.to(values_MNB.dtype.element_ty)
     by_column = gl.convert_layout(rounded, BY_COLUMN)

@@ -149,3 +149,11 @@ def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = No
     one_row = (0, 0, 0, 1)
     source_and_padding = F.pad(source_ND, one_row, value=padding)  # the index -1 reads the last row
     return source_and_padding[index_P]
+
+
+def padded_tiles(tiles: RowTiles) -> RowTiles:
+    """The same tiles for a tensor whose rows are in their padded places already."""
+    tiles_M4 = tiles.tiles_M4.clone()
+    padded_row_M = tiles_M4[:, 3]
+    tiles_M4[:, 1] = padded_row_M
+    return tiles._replace(tiles_M4=tiles_M4)

@@ -19,9 +19,14 @@ from moefold.kernels.experts.expert_mlp import PLAIN_PARTS, expert_mlp
 from moefold.kernels.facts import Facts
 from moefold.kernels.routing.expert_rows import sum_rows
 from moefold.kernels.routing.gathered_rows import GatheredRows
+from moefold.layout.axes import single_rank_world
+from moefold.layout.declare import Declaration
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.gradient_sink import attach_gradient_sink
+from moefold.layout.placement import sharded_over_experts
+from moefold.precision.delayed import DelayedFp8Recipe
 from moefold.precision.fp8 import Fp8Recipe
+from moefold.precision.linear import PlacedWeight
 
 RECIPES = ["fp8_block", "fp8_tensor", "fp8_row", "fp8_hybrid"]
 RESULTS = ("y", "source", "gate_up", "down", "weight")
@@ -170,6 +175,50 @@ def test_two_runs_and_deferred_weight_gradients_give_the_same_bits(recipe: str, 
     for name, mine, again, deferred in zip(RESULTS, first, second, later, strict=True):
         assert torch.equal(mine, again), f"{name} differs between two runs"
         assert torch.equal(mine, deferred), f"{name} differs when weight gradients are deferred"
+
+
+def delayed_recipes(name: str, experts: int) -> tuple[DelayedFp8Recipe, DelayedFp8Recipe]:
+    """Of up and of down."""
+    kernels = BoundKernels(Facts("cpu", "fp32", hidden=HIDDEN, ffn=FFN))
+    options = PrecisionConfig(scaling="delayed")
+    placed = sharded_over_experts(1)
+    up = Declaration((experts, 2, FFN, HIDDEN), placed, std=0.02, stacked=True)
+    down = Declaration((experts, HIDDEN, FFN), placed, std=0.02, stacked=True)
+    world = single_rank_world()
+    spec = RECIPE_SPECS[name]
+    of_up = DelayedFp8Recipe(spec, options, kernels, PlacedWeight(up, world), reads_tokens=True)
+    return of_up, DelayedFp8Recipe(spec, options, kernels, PlacedWeight(down, world))
+
+
+def record_step(recipe: DelayedFp8Recipe) -> None:
+    for history in recipe.histories.values():
+        for window in history.windows:
+            window.last[recipe.next_place] = window.now
+    recipe.note_recorded()
+
+
+@pytest.mark.parametrize("routing", EVERY_ROUTING)
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row"])
+def test_with_delayed_scales_gradients_are_near_the_exact_mlp_and_all_operands_have_histories(name: str, routing: str):
+    rows = EVERY_ROUTING[routing]
+    up, down = delayed_recipes(name, len(rows.ends_E))
+    parts = PLAIN_PARTS._replace(recipe=up, down_recipe=down)
+    run = expert_mlp.implementations["fp8"]
+    for _ in range(2):  # with current scales, then with those of the first step
+        leaves = drawn_inputs(rows, torch.float32)
+        y = run(*leaves, rows.index_R, rows.slots_NK, rows.ends_E, True, parts)
+        y.backward(drawn_gradient(rows, torch.float32))
+        used = [history.windows[0].now for recipe in (up, down) for history in recipe.histories.values()]
+        assert [bool(seen_E.any()) for seen_E in used] == [True] * 3, "dh; a and dy"
+        for recipe in (up, down):
+            record_step(recipe)
+    found = defined_results(y, leaves, rows)
+    for about, mine, judge in zip(RESULTS, found, exact_results(rows, torch.float32), strict=True):
+        off = error(mine, judge)
+        assert off <= BOUND[about], f"{about} is off by {off:.1%} of its length; allowed {BOUND[about]:.1%}"
+    saturated = [int(history.saturated_now) for recipe in (up, down) for history in recipe.histories.values()]
+    values = rows.defined * (2 * HIDDEN + 6 * FFN)  # dy, a and dh, along rows and along columns
+    assert sum(saturated) <= 1e-3 * values, "of the same numbers, few differ by more than the rounding of FP8"
 
 
 def results_of_sums(recipe: str, routing: Routing, ungathered: bool) -> list[Tensor]:
