@@ -36,8 +36,8 @@ from moefold.kernels.experts.grouped_gemm import grouped_gemm
 from moefold.kernels.facts import Facts
 from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
-from moefold.kernels.optimizer.block_moments import block_dtypes, encode_blocks
 from moefold.kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_coefficients
+from moefold.kernels.optimizer.state_blocks import block_dtypes, encode_blocks
 
 STEPS = 5
 ADAMW = AdamWOptions(0.9, 0.95, 1e-8, 0.1)

@@ -42,7 +42,7 @@ from moefold.config.optimizer_groups import parse_groups, refuse_idle_groups
 from moefold.config.precision_recipes import RECIPE_SPECS, is_fp8
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES
-from moefold.config.run import TRAINED, Config, ModelConfig, OptimConfig, ShardConfig
+from moefold.config.run import BLOCK_TYPES, TRAINED, Config, ModelConfig, OptimConfig, ShardConfig
 from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import foretold_cuts
 from moefold.data.trained_vocabulary import READ_CHARACTERS
@@ -70,7 +70,6 @@ from moefold.presets.recipe import resolve_recipe
 from moefold.printable import human_readable
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
-PLAIN_MOMENTS = {"fp32", "bf16", "as_first"}  # others are in blocks
 STASH_OPS = {"push_rows", "pop_rows"}
 # of the dispatcher symmetric
 PEER_OPS = {"announce_choices", "arrange_arrivals", "push_peer_rows", "sum_rows_into", "sum_peer_rows"}
@@ -591,7 +590,11 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
     ops = set(OPTIMIZER_OPS)
     if "muon" in rules_of_run(config):
         ops |= MUON_OPS
-    if not {config.optim.moments, config.optim.second_moment} <= PLAIN_MOMENTS:
+    optim = config.optim
+    decoded = {optim.moments, optim.second_moment}
+    if config.precision.storage == "fp8":
+        decoded.add(optim.main)  # FP8 is made of it
+    if decoded & BLOCK_TYPES:
         ops.add("decode_moment")
     if config.optim.qk_clip:
         ops.add("largest_logit")

@@ -34,7 +34,7 @@ from moefold.config.rule import (
     render_message,
     set_to_divisor,
 )
-from moefold.config.run import Config, ParallelConfig
+from moefold.config.run import BLOCK_TYPES, Config, ParallelConfig
 from moefold.config.shard_rules import SHARD_RULES
 from moefold.config.stash_rules import STASH_RULES
 from moefold.config.static_graph_rules import STATIC_GRAPH_RULES
@@ -597,6 +597,16 @@ def stochastic_rounding_has_bf16_moments(c: ConfigOnRanks) -> bool:
     return c.optim.rounding == "nearest" or "bf16" in (c.optim.moments, c.optim.second_moment)
 
 
+@OPTIMIZER_RULES.rule(
+    "rounding of main weights has something to round",
+    ("optim.main_rounding", "optim.main"),
+    why="fp32 main weights, whole or split, are not rounded",
+    fix="set optim.main_rounding to stochastic",
+)
+def main_rounding_has_main_weights(c: ConfigOnRanks) -> bool:
+    return c.optim.main_rounding == "stochastic" or c.optim.main not in ("fp32", "split")
+
+
 def uses_muon(c: ConfigOnRanks) -> bool:
     if c.optim.rule == "muon":
         return True
@@ -611,6 +621,16 @@ def uses_muon(c: ConfigOnRanks) -> bool:
 )
 def block_moments_are_adamws(c: ConfigOnRanks) -> bool:
     return c.optim.moments in ("fp32", "bf16") or not uses_muon(c)
+
+
+@OPTIMIZER_RULES.rule(
+    "main weights in blocks are AdamW's",
+    ("optim.main", "optim.rule", "optim.groups"),
+    why="Muon's main weights have no blocks with scales",
+    fix="set optim.main to split, or to none",
+)
+def block_main_weights_are_adamws(c: ConfigOnRanks) -> bool:
+    return c.optim.main not in BLOCK_TYPES or not uses_muon(c)
 
 
 @OPTIMIZER_RULES.rule(

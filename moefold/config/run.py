@@ -23,6 +23,7 @@ DenseActivation = Literal[
 ExpertActivation = Literal[DenseActivation, "clamped_swiglu"]
 
 MomentType = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+BLOCK_TYPES = {"fp16", "fp8", "int8"}  # of optimizer states, with a scale for 128 elements
 
 
 @dataclass(frozen=True)
@@ -296,10 +297,14 @@ class OptimConfig:
         "time of updates: after backward, or of each unit (a layer) as soon as its gradients are complete, which are "
         "then freed",
     )
-    main: Literal["fp32", "split", "none"] = key(
+    main: Literal["fp32", "split", "bf16", "fp16", "fp8", "int8", "none"] = key(
         "fp32",
         "main weights of a bf16 model: an fp32 copy, or only the lower 16 bits of each weight (numerically identical), "
-        "or none: updated bf16 weights are rounded stochastically",
+        "or in fewer bits: bf16 (the model's own, or beside weights stored in FP8), or with a scale for 128 elements, "
+        "for AdamW only; or none beside bf16 weights",
+    )
+    main_rounding: Literal["stochastic", "nearest"] = key(
+        "stochastic", "rounding of updated main weights that are coarser than fp32"
     )
     moments: MomentType = key(
         "fp32",

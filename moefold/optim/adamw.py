@@ -1,5 +1,5 @@
 """AdamW as a rule: two moments for every element, each in a type of its own (optim/moments.py), and fp32 main weights
-beside a model in lower precision, or none: bf16 weights are then rounded stochastically."""
+beside a model in lower precision, or coarser ones or none: what is coarser is rounded stochastically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moefold.layout.tape_entries import one_entry
 from moefold.optim.block_copies import PartToUpdate, parts_to_update
 from moefold.optim.device_visits import move_to_host, open_visits, operands_in_parts, visit_device
 from moefold.optim.host_states import HostStream, chunk_windows
-from moefold.optim.moments import BlockMoment, CodesAndScales, codes_and_scales, new_moment
+from moefold.optim.moments import moment_types, new_moment
 from moefold.optim.rule import (
     BucketShare,
     RuleState,
@@ -35,6 +35,7 @@ from moefold.optim.rule import (
     window_of,
 )
 from moefold.optim.step_scalars import ROW_ALIGNMENT
+from moefold.shard.block_values import BlockValues, CodesAndScales, codes_and_scales
 
 
 class UpdateNumbers(NamedTuple):
@@ -63,7 +64,8 @@ class AdamW:
             eps = group.eps
         decay = weight_decay_of(group, optim)
         stochastic = optim.rounding == "stochastic"
-        self.options = AdamWOptions(beta1, beta2, eps, decay, stochastic)
+        stochastic_main = optim.main_rounding == "stochastic"
+        self.options = AdamWOptions(beta1, beta2, eps, decay, stochastic, stochastic_main)
         self.moments = moment_types(optim)
         self.adamw = one_entry(kernels[adamw])
         self.adamw_blocks = one_entry(kernels[adamw_blocks])
@@ -135,16 +137,16 @@ class AdamW:
 
         def update_window(
             number: int,
-            main: Tensor,
+            main: CodesAndScales,
             mean: CodesAndScales,
             square: CodesAndScales,
         ) -> None:
             window = windows[number]
             beside = window_of(weights, window)
             first = first_element(share, window)
-            operands = (main, gradient[window], mean.codes, square.codes, beside)
+            operands = (main.codes, gradient[window], mean.codes, square.codes, beside)
             numbers_here = numbers.of_window(share, window)
-            self.adamw(*operands, *numbers_here, first, mean.scales, square.scales)
+            self.adamw(*operands, *numbers_here, first, mean.scales, square.scales, main.scales)
 
         visit_device(share, windows, stream, update_window, (numbers.scale, scalars))
 
@@ -152,6 +154,7 @@ class AdamW:
         """Update on the CPU: gradients come from the device chunk by chunk, the next while one is used, and weights go
         back. Weights that are main weights themselves come too. Waits for the device."""
         main, weights = operands_in_parts(share)
+        assert isinstance(main, Tensor), "the host updates fp32 states"
         scale = numbers.scale.cpu()
         if not scale.isfinite():
             return
@@ -192,20 +195,22 @@ class AdamW:
         means = share.state["mean"]
         squares = share.state["mean_square"]
         dtype = share.weights.dtype
-        can_fuse = fused is not None
+        can_fuse = fused is not None and isinstance(main, Tensor)
         parts = self.parts_of(share, can_fuse)
         for window, copy in parts:
             mean = codes_and_scales(means, window)
             square = codes_and_scales(squares, window)
             beside = window_of(weights, window)
             first = first_element(share, window)
-            operands = (main[window], gradient[window], mean.codes, square.codes, beside)
+            kept = codes_and_scales(main, window)
+            operands = (kept.codes, gradient[window], mean.codes, square.codes, beside)
             numbers_here = numbers.of_window(share, window)
             if copy is None:
-                self.adamw(*operands, *numbers_here, first, mean.scales, square.scales)
+                self.adamw(*operands, *numbers_here, first, mean.scales, square.scales, kept.scales)
             else:
                 self.adamw_blocks(*operands, *numbers_here, first, *copy.tensors, copy.rule, dtype)
         if fused is None:
+            assert isinstance(main, Tensor)
             storage.refresh_weights(main)
 
     def parts_of(self, share: BucketShare, can_fuse: bool) -> Iterator[PartToUpdate]:
@@ -215,9 +220,9 @@ class AdamW:
                 yield window, copy
 
     def parts_with_copies(self, share: BucketShare, can_fuse: bool) -> Iterable[PartToUpdate]:
-        """Windows of the share, with the FP8 copies that the update writes: none where moments have blocks."""
+        """Windows of the share, with the FP8 copies that the update writes: none where states have blocks."""
         moments = share.state.values()
-        has_blocks = any(isinstance(moment, BlockMoment) for moment in moments)
+        has_blocks = any(isinstance(moment, BlockValues) for moment in moments)
         if can_fuse and not has_blocks:
             return parts_to_update(share)
         size = len(share.weights)
@@ -238,12 +243,3 @@ def share_windows(share: BucketShare) -> list[slice]:
     for chunk in chunk_windows(len(share.weights), CHUNK_ELEMENTS):
         windows += share.cut_by_begins(chunk)
     return windows
-
-
-def moment_types(optim: OptimConfig) -> tuple[str, str]:
-    """The types of the first and of the second moment."""
-    first = optim.moments
-    second = optim.second_moment
-    if second == "as_first":
-        return first, first
-    return first, second

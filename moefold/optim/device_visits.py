@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from moefold.layout.pinned_memory import pinned_copy
-from moefold.optim.host_states import Chunk, HostStream, moment_on_host
-from moefold.optim.moments import BlockMoment, CodesAndScales, Moment, codes_and_scales
+from moefold.optim.host_states import Chunk, HostStream, values_on_host
 from moefold.optim.rule import BucketShare
+from moefold.shard.block_values import BlockValues, CodesAndScales, FlatValues, codes_and_scales
 from moefold.shard.storage import FusedOperands
 
 Windows = Sequence[slice]
@@ -20,7 +20,7 @@ Read = tuple[Tensor, ...]
 def move_to_host(share: BucketShare) -> None:
     """Move state and main weights of a share to host memory."""
     for kind, moment in share.state.items():
-        share.state[kind] = moment_on_host(moment)
+        share.state[kind] = values_on_host(moment)
     share.storage.move_main_weights(pinned_copy)
 
 
@@ -54,10 +54,10 @@ def visit_device(
     def update_chunk(number: int, tensors: list[Tensor]) -> None:
         rest = iter(tensors)
         window = windows[number]
-        part = next(rest) if main_visits else main[window]
+        part = next_values(main, rest) if main_visits else codes_and_scales(main, window)
         states: list[CodesAndScales] = []
-        for moment in share.state.values():
-            visitor = next_moment(moment, rest)
+        for values in share.state.values():
+            visitor = next_values(values, rest)
             states.append(visitor)
         update(number, part, *states)
 
@@ -76,7 +76,7 @@ def operands_in_parts(share: BucketShare) -> FusedOperands:
     return fused
 
 
-def visits_device(main: Tensor, share: BucketShare) -> bool:
+def visits_device(main: FlatValues, share: BucketShare) -> bool:
     """Whether main weights are copied to the device for the update."""
     device = share.weights.device
     return main.device != device or device.type == "cpu"
@@ -85,29 +85,27 @@ def visits_device(main: Tensor, share: BucketShare) -> bool:
 def visiting_chunks(share: BucketShare, windows: Windows) -> list[Chunk]:
     """The host tensors of each window of a share."""
     main, _ = operands_in_parts(share)
-    main_on_host = None
+    on_host = list(share.state.values())
     if visits_device(main, share):
-        main_on_host = main
-    return [host_tensors(share, window, main_on_host) for window in windows]
+        on_host.insert(0, main)
+    return [tensors_of_window(on_host, window) for window in windows]
 
 
-def host_tensors(share: BucketShare, window: slice, main: Tensor | None) -> list[Tensor]:
-    """The tensors of a window that lie in host memory: main weights, if there are any, and states with scales."""
+def tensors_of_window(on_host: Sequence[FlatValues], window: slice) -> list[Tensor]:
+    """The tensors of a window of what lies in host memory: values, or codes and scales."""
     tensors: list[Tensor] = []
-    if main is not None:
-        tensors.append(main[window])
-    for moment in share.state.values():
-        codes, scales = codes_and_scales(moment, window)
+    for values in on_host:
+        codes, scales = codes_and_scales(values, window)
         tensors.append(codes)
         if scales is not None:
             tensors.append(scales)
     return tensors
 
 
-def next_moment(moment: Moment, tensors: Iterator[Tensor]) -> CodesAndScales:
-    """A moment's next tensors, in the order of `host_tensors`."""
+def next_values(values: FlatValues, tensors: Iterator[Tensor]) -> CodesAndScales:
+    """The next tensors of these values, in the order of `tensors_of_window`."""
     codes = next(tensors)
     scales = None
-    if isinstance(moment, BlockMoment):
+    if isinstance(values, BlockValues):
         scales = next(tensors)
     return CodesAndScales(codes, scales)

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,15 +24,14 @@ from torch import Tensor
 from torch.cuda import Event, Stream
 
 from moefold.anatomy.visiting_states import CHUNK_ELEMENTS, LEAST_SLOTS, slot_count
-from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK
-from moefold.kernels.optimizer.decode_moment import decode_moment
+from moefold.kernels.optimizer.state_blocks import STATE_BLOCK
 from moefold.layout.pinned_memory import pinned_copy
-from moefold.optim.moments import Moment
+from moefold.shard.block_values import FlatValues
 from moefold.shard.buckets import round_up
 
 POLL_SECONDS = 1e-4  # while copies of some milliseconds are under way
 ALIGNMENT = 256  # bytes, of tensors in a slot
-assert CHUNK_ELEMENTS % MOMENT_BLOCK == 0
+assert CHUNK_ELEMENTS % STATE_BLOCK == 0
 
 Chunk = Sequence[Tensor]  # host tensors that are updated together
 Tensors = list[Tensor]
@@ -41,12 +39,10 @@ Work = Callable[[int, Tensors], None]
 ChunkKey = tuple[int, int]  # the owner of a chunk, and its number
 
 
-def moment_on_host(moment: Moment) -> Moment:
-    if isinstance(moment, Tensor):
-        return pinned_copy(moment)
-    codes = pinned_copy(moment.codes)
-    scales = pinned_copy(moment.scales)
-    return replace(moment, codes=codes, scales=scales, decode=decode_moment)
+def values_on_host(values: FlatValues) -> FlatValues:
+    if isinstance(values, Tensor):
+        return pinned_copy(values)
+    return values.moved(pinned_copy)
 
 
 def chunk_windows(size: int, chunk: int) -> list[slice]:

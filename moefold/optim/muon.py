@@ -31,7 +31,6 @@ from moefold.layout.declare import DeclaredParameter, MatrixShape
 from moefold.optim.device_visits import move_to_host, open_visits, operands_in_parts, visit_device
 from moefold.optim.host_states import HostStream
 from moefold.optim.matrix_batches import MatrixBatch, map_whole_matrices
-from moefold.optim.moments import CodesAndScales
 from moefold.optim.rule import (
     BucketShare,
     MatrixWindow,
@@ -44,6 +43,7 @@ from moefold.optim.rule import (
     weight_decay_of,
     window_of,
 )
+from moefold.shard.block_values import CodesAndScales
 
 MatrixScale = Callable[[int, int], float]  # of rows and columns
 MUON_SCALES: dict[str, MatrixScale] = {
@@ -98,6 +98,7 @@ class Muon:
         rounds_stochastically = optim.rounding == "stochastic"
         stochastic = self.bf16_momentum and rounds_stochastically
         self.options = MuonOptions(momentum, muon.nesterov, stochastic)
+        self.stochastic_main = optim.main_rounding == "stochastic"
         self.states_on_host = optim.states == "host"
         self.window_gib = optim.states_window_gib
         self.host_stream: HostStream | None = None
@@ -163,6 +164,7 @@ class Muon:
         main, weights = fused or main_values_alone(storage)
         momentum = share.state["momentum"]
         assert isinstance(momentum, Tensor), "momentum has no blocks"
+        assert isinstance(main, Tensor), "main weights of Muon have no blocks"
         operands = MatrixOperands(share.gradient, main, weights, momentum, 0)
         for windows in windows_updated_together(share):
             self.update_windows(share, operands, windows, scale, scalars)
@@ -184,10 +186,10 @@ class Muon:
         spans = spans_of(together)
         scalars = scalars.clone()
 
-        def update_matrices(number: int, main: Tensor, momentum: CodesAndScales) -> None:
+        def update_matrices(number: int, main: CodesAndScales, momentum: CodesAndScales) -> None:
             span = spans[number]
             beside = window_of(weights, span)
-            operands = MatrixOperands(gradient[span], main, beside, momentum.codes, span.start)
+            operands = MatrixOperands(gradient[span], main.codes, beside, momentum.codes, span.start)
             windows = together[number]
             self.update_windows(share, operands, windows, scale, scalars)
 
@@ -216,7 +218,8 @@ class Muon:
             part = operands.of(window)
             matrix_scale = self.scale_of(*batch.whole)
             first = first_element(share, window.elements)
-            self.muon_weights(part.main, part.weights, matrices.flatten(), matrix_scale, scale, scalars, first)
+            moved = (part.main, part.weights, matrices.flatten(), matrix_scale)
+            self.muon_weights(*moved, scale, scalars, first, self.stochastic_main)
 
     def next_direction(
         self,

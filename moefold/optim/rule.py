@@ -20,12 +20,12 @@ from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.host_states import HostStream
-from moefold.optim.moments import Moment
+from moefold.shard.block_values import FlatValues
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import FusedOperands, WeightStorage
 
 StateKinds = tuple[str, ...]
-RuleState = dict[str, Moment]  # by kind
+RuleState = dict[str, FlatValues]  # by kind
 StepNumbers = Sequence[float]
 ParameterMatrices = tuple[DeclaredParameter, Tensor]  # as a view (matrices, rows, columns)
 BegunAfter = Mapping[str, int]  # by parameter, the updates that a run had made when its states began

@@ -21,13 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.optimizer.decode_moment import decode_moment
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
+from moefold.kernels.optimizer.state_blocks import CODE_DTYPES
 from moefold.kernels.quantise.fp8 import Quantised, scale_from_amax
 from moefold.kernels.quantise.matrix_places import MatrixPlace, Places
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat
 from moefold.kernels.quantise.quantise_weight_share import cast_share, share_maxima, transpose_values
 from moefold.layout.held_share import detach_held_share
 from moefold.layout.weight_copies import release_stored, store_copy, stored_copy, take_rewritten
+from moefold.shard.block_values import BlockValues, FlatValues, values_in_blocks, whole_values
 from moefold.shard.storage import (
     FlatWeights,
     FusedOperands,
@@ -58,12 +61,13 @@ class Fp8Storage:
 
     formats: Mapping[str, WeightFormat]
     kernels: BoundKernels
+    main: str = "fp32"
 
     def make(
         self, size: int, like: Tensor, matrices: ManyMatrices, format: WeightFormat, sharded: bool = False
     ) -> Fp8Weights:  # fmt: skip
         storage = ShardedFp8Weights if sharded else Fp8Weights
-        return storage(size, like, matrices, format, self.kernels)
+        return storage(size, like, matrices, format, self.kernels, self.main)
 
 
 class Fp8Weights(FlatWeights):
@@ -76,18 +80,28 @@ class Fp8Weights(FlatWeights):
         matrices: ManyMatrices,
         format: WeightFormat,
         kernels: BoundKernels,
+        main: str = "fp32",
     ):
         super().__init__(size, like)
+        self.main_type = main
         self.dtype = like.dtype
         self.matrices = matrices
         self.format = format
         self.kernels = kernels
         self.places = number_blocks(matrices)
 
+    def new_main_weights(self, weights: Tensor) -> FlatValues:
+        """Main weights of these values, in their own memory."""
+        if self.main_type in CODE_DTYPES:
+            return values_in_blocks(self.main_type, weights, self.kernels[decode_moment])
+        dtype = self.dtype
+        if self.main_type != "bf16":
+            dtype = torch.promote_types(dtype, torch.float32)
+        return weights.to(dtype, copy=True)
+
     def open_main_weights(self, share: slice) -> None:
-        wide = torch.promote_types(self.dtype, torch.float32)
         self.share = share
-        self.main = self.weights[share].to(wide, copy=True)
+        self.main = self.new_main_weights(self.weights[share])
         self.values = self.quantise(self.weights, 0, own_maxima)
         self.release_weights()
         self.store_copies()
@@ -142,10 +156,13 @@ class Fp8Weights(FlatWeights):
             store_copy(parameter, self.format, copy)
 
     def main_values(self) -> Tensor:
-        return self.main
+        return whole_values(self.main)
 
     def refresh_weights(self, values: Tensor) -> None:
-        store_values(values, self.main)
+        if isinstance(self.main, BlockValues):
+            self.main.put(0, len(values), values)
+        else:
+            store_values(round_to_nearest(values, self.main.dtype), self.main)
 
     def fused_operands(self) -> FusedOperands:
         return FusedOperands(self.main, None)
@@ -153,13 +170,13 @@ class Fp8Weights(FlatWeights):
     def before_gather(self, agree: LargestOfReplicas) -> None:
         if self.has_replicas:
             begin = self.share.start
-            self.mine = self.quantise(self.main, begin, agree)
+            self.mine = self.quantise(self.main_values(), begin, agree)
             return
         rewritten = [take_rewritten(parameter) for parameter, _, _ in self.matrices]
         if all(rewritten):  # by the kernel that updated the main weights
             return
         self.release_copies()
-        self.values = self.quantise(self.main, 0, agree)
+        self.values = self.quantise(self.main_values(), 0, agree)
         self.store_copies()
 
     @property
@@ -189,12 +206,12 @@ class Fp8Weights(FlatWeights):
         """Whether main weights are in the model's dtype."""
         return self.main.dtype == self.dtype
 
-    def logical_values(self) -> Tensor | None:
+    def logical_values(self) -> FlatValues | None:
         if self.main_is_model:
             return None
         return self.main
 
-    def unheld_values(self) -> Tensor | LogicalValues:
+    def unheld_values(self) -> FlatValues | LogicalValues:
         if self.main_is_model:
             return self.main
         return RoundedValues(self.main, self.dtype)
@@ -219,9 +236,8 @@ class ShardedFp8Weights(ShardedWeights, Fp8Weights):
     is_open = False
 
     def open_main_weights(self, share: slice) -> None:
-        wide = torch.promote_types(self.dtype, torch.float32)
         self.share = share
-        self.main = self.weights_of_share(share).to(wide, copy=True)
+        self.main = self.new_main_weights(self.weights_of_share(share))
         self.own = None
         self.release_weights()
         for parameter, _, _ in self.matrices:
@@ -236,7 +252,7 @@ class ShardedFp8Weights(ShardedWeights, Fp8Weights):
         return None if self.is_open else super().held_weights(share)
 
     def before_gather(self, agree: LargestOfReplicas) -> None:
-        self.mine = self.quantise(self.main, self.share.start, agree)
+        self.mine = self.quantise(self.main_values(), self.share.start, agree)
 
     def gathered_memory(self) -> list[Tensor]:
         return [self.values if self.is_open else self.weights]
@@ -266,7 +282,7 @@ class ShardedFp8Weights(ShardedWeights, Fp8Weights):
 class RoundedValues:
     """Main weights as the model would have them, rounded when they are read. Values that are put are main weights."""
 
-    main: Tensor
+    main: FlatValues
     dtype: torch.dtype
 
     def __len__(self) -> int:
@@ -277,12 +293,15 @@ class RoundedValues:
         return RoundedValues(part, self.dtype)
 
     def get(self, first: int, last: int) -> Tensor:
-        part = self.main[first:last]
-        return round_to_nearest(part, self.dtype)
+        values = whole_values(self.main[first:last])
+        return round_to_nearest(values, self.dtype)
 
     def put(self, first: int, last: int, values: Tensor) -> None:
         part = self.main[first:last]
-        part.copy_(values)
+        if isinstance(part, BlockValues):
+            part.put(0, len(values), values)
+        else:
+            part.copy_(values)
 
 
 def own_maxima(maxima_B: Tensor) -> Tensor:

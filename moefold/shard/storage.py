@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest, upper_bfloat16
+from moefold.kernels.optimizer.state_blocks import CODE_DTYPES
 from moefold.layout.held_blocks import Held
+from moefold.shard.block_values import BlockValues, FlatValues, values_in_blocks, whole_values
 
 MoveTensor = Callable[[Tensor], Tensor]
 Shape = Sequence[int]
@@ -42,9 +45,9 @@ SavedValues = Tensor | LogicalValues
 
 class FusedOperands(NamedTuple):
     """Tensors that a fused kernel updates in one pass. `weights` None: there are none beside `main`. `main` as int16:
-    the lower bits that bf16 `weights` lack of fp32. `main` as bf16: the model's own, to be rounded stochastically."""
+    the lower bits that bf16 `weights` lack of fp32. `main` as bf16: the model's own, or there are none beside them."""
 
-    main: Tensor
+    main: FlatValues
     weights: Tensor | None
 
 
@@ -224,6 +227,39 @@ class SplitFp32Weights(FlatWeights):
         values.lower = move(values.lower)
 
 
+class BlockMainWeights(FlatWeights):
+    """bf16 weights, and of this rank's share main weights in blocks, to which they are the nearest."""
+
+    def __init__(self, size: int, like: Tensor, main: str):
+        super().__init__(size, like)
+        self.type = main
+
+    def open_main_weights(self, share: slice) -> None:
+        self.share_of_weights = self.weights_of_share(share)
+        self.main = values_in_blocks(self.type, self.share_of_weights)
+
+    def main_values(self) -> Tensor:
+        return whole_values(self.main)
+
+    def refresh_weights(self, values: Tensor) -> None:
+        self.main.put(0, len(values), values)
+        held = whole_values(self.main)
+        rounded = round_to_nearest(held, self.weights.dtype)
+        self.share_of_weights.copy_(rounded)
+
+    def fused_operands(self) -> FusedOperands:
+        return FusedOperands(self.main, self.share_of_weights)
+
+    def logical_values(self) -> BlockValues:
+        return self.main
+
+    def main_weight_bytes(self) -> int:
+        return self.main.nbytes
+
+    def move_main_weights(self, move: MoveTensor) -> None:
+        self.main = self.main.moved(move)
+
+
 @dataclass
 class SplitValues:
     """fp32 values kept as bf16 and 16 further bits. They are joined and split window by window."""
@@ -304,8 +340,8 @@ class ShardedWeights(FlatWeights):
 
 
 class RoundedWeights(FlatWeights):
-    """bf16 weights without main weights: what an update adds below their resolution is kept in the mean, by stochastic
-    rounding (kernels/optimizer/adamw.py). Other changes are rounded to nearest."""
+    """bf16 weights that are main weights themselves: what an update adds below their resolution is kept in the mean, by
+    stochastic rounding (kernels/optimizer/adamw.py). Other changes are rounded to nearest."""
 
     def open_main_weights(self, share: slice) -> None:
         self.share_of_weights = self.weights_of_share(share)
@@ -360,15 +396,26 @@ class ShardedPlainWeights(ShardedWeights, PlainWeights): ...
 class ShardedSplitWeights(ShardedWeights, SplitFp32Weights): ...
 
 
+class ShardedBlockMainWeights(ShardedWeights, BlockMainWeights): ...
+
+
 class ShardedRoundedWeights(ShardedWeights, RoundedWeights): ...
 
 
-STORAGES: dict[str, StorageMaker] = {"fp32": PlainWeights, "split": SplitFp32Weights, "none": RoundedWeights}
+STORAGES: dict[str, StorageMaker] = {
+    "fp32": PlainWeights,
+    "split": SplitFp32Weights,
+    "bf16": RoundedWeights,
+    "none": RoundedWeights,
+}
 SHARDED_STORAGES: dict[str, StorageMaker] = {
     "fp32": ShardedPlainWeights,
     "split": ShardedSplitWeights,
+    "bf16": ShardedRoundedWeights,
     "none": ShardedRoundedWeights,
 }
+STORAGES |= {name: partial(BlockMainWeights, main=name) for name in CODE_DTYPES}
+SHARDED_STORAGES |= {name: partial(ShardedBlockMainWeights, main=name) for name in CODE_DTYPES}
 
 
 def flat_part(flat: Tensor, start: int, shape: Shape) -> Tensor:

@@ -191,7 +191,8 @@ def comparable_optimizer(optim: OptimConfig) -> OptimConfig:
     """All in fp32. Without clipping, gradients are traced as they are. With a small eps, Adam would turn the rounding
     of gradients near zero into steps of full size."""
     moments = replace(optim, moments="fp32", second_moment="as_first")
-    fp32 = replace(moments, main="fp32", gradients="fp32", gradient_reduce="fp32")
+    nearest = replace(moments, rounding="nearest", main_rounding="stochastic")  # which has nothing to round
+    fp32 = replace(nearest, main="fp32", gradients="fp32", gradient_reduce="fp32")
     return replace(fp32, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9)
 
 

@@ -214,7 +214,7 @@ def stage_without_adapters(model: Transformer) -> UserError | None:
 def fp8_storage(config: Config, model: Transformer, kernels: BoundKernels) -> Fp8Storage | None:
     if config.precision.storage != "fp8":
         return None
-    return Fp8Storage(weight_formats(model), kernels)
+    return Fp8Storage(weight_formats(model), kernels, config.optim.main)
 
 
 def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:

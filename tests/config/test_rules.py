@@ -181,6 +181,10 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--optim.gradients=bf16 --train.precision=fp32 --train.micro_batch=16", 1, "optim.gradients = bf16")
     ],
     "stochastic rounding has something to round": [("--optim.rounding=stochastic", 1, "optim.rounding = stochastic")],
+    "rounding of main weights has something to round": [
+        ("--optim.main_rounding=nearest --optim.main=split", 1, "optim.main = split")
+    ],
+    "main weights in blocks are AdamW's": [("--optim.main=fp16 --optim.rule=muon", 1, "optim.main = fp16")],
     "moments in blocks are AdamW's": [
         ("--optim.moments=int8 --optim.rule=muon", 1, "optim.moments = int8"),
         ("--optim.moments=fp8 --optim.groups=*.experts.*:rule=muon", 1, "optim.moments = fp8"),

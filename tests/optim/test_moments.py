@@ -11,8 +11,9 @@ import torch
 
 from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
-from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK, block_dtypes, decode_blocks, encode_blocks
-from moefold.optim.moments import BlockMoment, new_moment
+from moefold.kernels.optimizer.state_blocks import STATE_BLOCK, block_dtypes, decode_blocks, encode_blocks
+from moefold.optim.moments import new_moment
+from moefold.shard.block_values import BlockValues
 from tests.optim.test_adamw import OPTIM, copied, make_both, named, put_gradients
 
 BLOCK_TYPES = ("fp16", "fp8", "int8")
@@ -25,7 +26,7 @@ def encoded(x: torch.Tensor, moments: str, is_second: bool) -> tuple[torch.Tenso
     return encode_blocks(x, dtypes[is_second], is_second)
 
 
-def spread_values(seed: int, sigma: float, n: int = 64 * MOMENT_BLOCK) -> torch.Tensor:
+def spread_values(seed: int, sigma: float, n: int = 64 * STATE_BLOCK) -> torch.Tensor:
     """Values whose magnitudes differ by factors of e^sigma."""
     generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.exp(sigma * torch.randn(n, generator=generator))
@@ -53,43 +54,43 @@ def test_the_error_of_a_block_is_bounded(moments: str, bound: float, is_second: 
     codes, scales = encoded(x.square() if is_second else x, moments, is_second)
     found = decode_blocks(codes, scales, is_second)
     found = found.sqrt() if is_second else found.abs()
-    large = root > 0.05 * scales.repeat_interleave(MOMENT_BLOCK)
+    large = root > 0.05 * scales.repeat_interleave(STATE_BLOCK)
     assert ((found - root).abs() / root)[large].max() < bound
 
 
 @pytest.mark.parametrize("moments", BLOCK_TYPES)
 def test_a_root_of_a_block_with_values_is_never_zero(moments: str):
-    x = torch.zeros(2 * MOMENT_BLOCK)
+    x = torch.zeros(2 * STATE_BLOCK)
     x[0] = 1.0
     codes, scales = encoded(x, moments, is_second=True)
     values = decode_blocks(codes, scales, is_second=True)
-    assert (values[:MOMENT_BLOCK] > 0).all()
+    assert (values[:STATE_BLOCK] > 0).all()
     assert values[0] == 1
-    assert (values[MOMENT_BLOCK:] == 0).all(), "a block of zeros stays so"
+    assert (values[STATE_BLOCK:] == 0).all(), "a block of zeros stays so"
 
 
 @pytest.mark.parametrize("is_second", [False, True])
 def test_a_moment_is_read_and_written_in_parts(is_second: bool):
-    x = spread_values(3, 1.0, 5 * MOMENT_BLOCK).square()
+    x = spread_values(3, 1.0, 5 * STATE_BLOCK).square()
     moment = new_moment("int8", torch.empty(len(x)), torch.float32, is_second)
-    assert isinstance(moment, BlockMoment)
+    assert isinstance(moment, BlockValues)
     moment.put(0, len(x), x)
     whole = moment.get(0, len(x))
     part = moment[100:500]
     assert len(part) == 400
     assert torch.equal(part.get(10, 300), whole[110:400])
     other = new_moment("int8", torch.empty(len(x)), torch.float32, is_second)
-    assert isinstance(other, BlockMoment)
+    assert isinstance(other, BlockValues)
     for first, last in ((0, 60), (60, 333), (333, 640)):  # as a checkpoint's boxes may lie
         other[first:last].put(0, last - first, whole[first:last])
     assert torch.equal(other.codes, moment.codes)
     assert torch.equal(other.scales, moment.scales)
-    assert moment.nbytes == len(x) + 4 * len(x) // MOMENT_BLOCK
+    assert moment.nbytes == len(x) + 4 * len(x) // STATE_BLOCK
 
 
 def drift_after_500_steps(moments: str, sigma: float) -> float:
     """How far weights end from those with fp32 moments, as a share of the way that these went."""
-    n = 64 * MOMENT_BLOCK
+    n = 64 * STATE_BLOCK
     generator = torch.Generator().manual_seed(1)
     spread = torch.exp(sigma * torch.randn(n, generator=generator)) * 1e-4
     trend = 0.3 * torch.randn(n, generator=generator)
@@ -102,7 +103,7 @@ def drift_after_500_steps(moments: str, sigma: float) -> float:
         g = spread * (trend + torch.randn(n, generator=generator))
         scalars = torch.tensor(adamw_scalars(step, 1e-3, OPTIONS), dtype=torch.float64)
         for w, m, v in states:
-            tensors = [(x.codes, x.scales) if isinstance(x, BlockMoment) else (x, None) for x in (m, v)]
+            tensors = [(x.codes, x.scales) if isinstance(x, BlockValues) else (x, None) for x in (m, v)]
             (m_values, m_scales), (v_values, v_scales) = tensors
             adamw(w, g, m_values, v_values, None, one, scalars, OPTIONS, 0, m_scales, v_scales)
     exact, found = states[0][0], states[1][0]
@@ -166,14 +167,14 @@ def test_weights_without_main_weights_move_in_the_mean_by_what_bf16_cannot_hold(
 
 
 def test_stochastic_rounding_of_weights_does_not_depend_on_the_shares():
-    g, m, v = (torch.randn(4 * MOMENT_BLOCK, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    g, m, v = (torch.randn(4 * STATE_BLOCK, generator=torch.Generator().manual_seed(i)) for i in range(3))
     scalars = torch.tensor(adamw_scalars(3, 1e-3, OPTIONS, seed=11), dtype=torch.float64)
     one = torch.ones((), dtype=torch.float64)
     weights = torch.ones(len(g), dtype=torch.bfloat16)
     parts = weights.clone()
     adamw(weights, g, m.clone(), v.square(), None, one, scalars, OPTIONS, 1280)
-    for begin in (0, 2 * MOMENT_BLOCK):
-        window = slice(begin, begin + 2 * MOMENT_BLOCK)
+    for begin in (0, 2 * STATE_BLOCK):
+        window = slice(begin, begin + 2 * STATE_BLOCK)
         adamw(parts[window], g[window], m[window], v[window].square(), None, one, scalars, OPTIONS, 1280 + begin)
     assert torch.equal(weights, parts)
     assert not torch.equal(weights, torch.ones_like(weights))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moefold.kernels.optimizer import adamw_blocks_triton, muon_update_triton, optimizer_triton
-from moefold.kernels.optimizer.block_moments import MOMENT_BLOCK
+from moefold.kernels.optimizer.state_blocks import STATE_BLOCK
 from moefold.kernels.quantise.quantise_weight_triton import ROOM
 from tests.support.compile_quantise import SCALE_CONSTANTS, WEIGHT_TYPES, compile_for_hopper
 
@@ -23,11 +23,11 @@ PLAIN = {"main": "*fp32", "mean": "*fp32", "square": "*fp32"}
 SPLIT = {"main": "*i16", "mean": "*bf16", "square": "*bf16"}
 MUON_TYPES = TYPES | {"direction": "*bf16", "momentum": "*bf16", "orthogonal": "*bf16"}
 MUON_TYPES |= {"beta": "fp32", "matrix_scale": "fp32", "first": "i64"}
-BLOCKS = {"BLOCKS": optimizer_triton.BLOCKS_PER_PROGRAM, "BLOCK": MOMENT_BLOCK}
+BLOCKS = {"BLOCKS": optimizer_triton.BLOCKS_PER_PROGRAM, "BLOCK": STATE_BLOCK}
 
 
 def modes(split: bool = False, copy: bool = False, stochastic: bool = False) -> dict[str, Any]:
-    return {"SPLIT": split, "COPY": copy, "STOCHASTIC": stochastic}
+    return {"SPLIT": split, "COPY": copy, "STOCHASTIC": stochastic, "STOCHASTIC_MAIN": True, "main_scales": None}
 
 
 def update_kernels() -> Iterator[tuple[str, str]]:
@@ -41,6 +41,10 @@ def update_kernels() -> Iterator[tuple[str, str]]:
     yield "fp32 and int8 moments", compile_for_hopper(tiles, mixed, constants, WARPS)
     fp8 = TYPES | {"mean": "*fp8e4nv", "square": "*fp8e4nv"}
     yield "fp8 moments, no main weights", compile_for_hopper(tiles, fp8, modes() | BLOCKS, WARPS)
+    for name, dtype in {"int8": "*i8", "fp8": "*fp8e4nv", "fp16": "*fp16"}.items():
+        types = TYPES | {"main": dtype, "main_scales": "*fp32"}
+        constants = {key: value for key, value in modes(copy=True).items() if key != "main_scales"}
+        yield f"{name} main weights", compile_for_hopper(tiles, types, constants | BLOCKS, WARPS)
     decode = optimizer_triton.decode_moment_kernel
     types = TYPES | {"values": "*fp32", "codes": "*u8", "scales": "*fp32"}
     yield "decoded moment", compile_for_hopper(decode, types, BLOCKS | {"SECOND": True}, WARPS)
@@ -52,7 +56,7 @@ def update_kernels() -> Iterator[tuple[str, str]]:
     constants = {"NESTEROV": True, "STOCHASTIC": True} | block
     yield "Muon's momentum", compile_for_hopper(momentum, MUON_TYPES, constants, WARPS)
     weights = muon_update_triton.muon_weights_kernel
-    constants = {"SPLIT": False, "COPY": False} | block
+    constants = {"SPLIT": False, "COPY": False, "STOCHASTIC": True} | block
     yield "Muon's weights, no main weights", compile_for_hopper(weights, MUON_TYPES, constants, WARPS)
 
 
@@ -61,7 +65,7 @@ def main() -> None:
         print(f"{name}: {len(ptx.splitlines())} lines of PTX")
     kernel = optimizer_triton.adamw_in_blocks_kernel
     ptx = compile_for_hopper(kernel, TYPES, modes() | BLOCKS, WARPS)
-    elements = BLOCKS["BLOCKS"] * MOMENT_BLOCK // (32 * WARPS["num_warps"])
+    elements = BLOCKS["BLOCKS"] * STATE_BLOCK // (32 * WARPS["num_warps"])
     loads = len(re.findall(r"ld\.global\.v4\.b32", ptx))
     stores = len(re.findall(r"st\.global\.v4\.b32", ptx))
     instructions = re.findall(r"^\t(?!//|\.)(?:@%p\d+ )?[a-z]", ptx, re.M)

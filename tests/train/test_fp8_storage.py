@@ -93,6 +93,27 @@ def test_weights_in_fp8_have_no_other_memory_and_the_rest_of_the_model_has(tmp_p
     assert resident_bytes(run)["main weights"] == resident_bytes(kept)["main weights"]
 
 
+# Bytes of a main weight beside one that is stored in FP8, and of one beside bf16
+MAIN_TYPES = {"bf16": (2, 0), "fp16": (2 + 4 / 128, 2 + 4 / 128), "fp8": (1 + 4 / 128, 1 + 4 / 128)}
+
+
+@pytest.mark.parametrize("main", MAIN_TYPES)
+def test_weights_in_fp8_are_made_of_main_weights_of_any_type(main: str, tmp_path: Path):
+    """Losses stay near those with fp32 main weights; a share has the padding of its bucket."""
+    words = (*PRECISIONS["bf16"], *STORED)
+    exact = losses_of(make_run(tmp_path, "fp8_block", *words), 6)
+    run = make_run(tmp_path, "fp8_block", *words, "--optim.main", main)
+    of_stored, beside_bf16 = MAIN_TYPES[main]
+    expected = 0.0
+    for bucket in run.gradients.buckets:
+        size = of_stored if isinstance(bucket.storage, Fp8Weights) else beside_bf16
+        expected += size * len(bucket.weights)
+    assert resident_bytes(run)["main weights"] == expected
+    found = losses_of(run, 6)
+    assert found == pytest.approx(exact, rel=0.02)
+    assert found[-1] < found[0]
+
+
 def small_config(*words: str) -> Config:
     return resolve_recipe("tiny", [*SMALL, *words], 1)
 

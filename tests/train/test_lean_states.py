@@ -34,10 +34,14 @@ def test_a_run_as_on_one_card_learns_and_writes_no_checkpoint(tmp_path: Path):
     assert "no checkpoint" in printed
 
 
+BLOCK_MAIN = ["--train.precision", "bf16", "--optim.main", "fp16", "--optim.moments", "int8"]
 ON_HOST = ["--optim.states", "host", "--optim.moments", "bf16"]
 
 
-@pytest.mark.parametrize("options", [LEAN, ON_HOST, [*ON_HOST, "--optim.rule", "muon"]], ids=["lean", "host", "muon"])
+KEPT = {"lean": LEAN, "host": ON_HOST, "muon": [*ON_HOST, "--optim.rule", "muon"], "main in blocks": BLOCK_MAIN}
+
+
+@pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
 def test_a_resumed_run_goes_on_to_the_bit(options: list[str], tmp_path: Path):
     whole, _ = train(tmp_path, "whole", 6, ["--checkpoint.every", "3", *options])
     cut, _ = train(tmp_path, "cut", 6, ["--checkpoint.every", "3", *options])
@@ -52,6 +56,8 @@ CHANGES = [
     (PLAIN_BF16, LEAN),
     (LEAN, PLAIN_BF16),
     (LEAN, [*PLAIN_BF16, "--optim.moments", "fp8", "--optim.second_moment", "fp16", "--optim.main", "split"]),
+    (PLAIN_BF16, BLOCK_MAIN),
+    (BLOCK_MAIN, LEAN),
     (["--optim.moments", "bf16"], ["--optim.states", "host", "--optim.update", "host"]),
 ]
 

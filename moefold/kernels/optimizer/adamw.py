@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars, scalars_on_host
-from moefold.kernels.optimizer.block_moments import block_dtypes, decode_blocks, encode_blocks
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
+from moefold.kernels.optimizer.state_blocks import CODE_DTYPES, block_dtypes, decode_blocks, encode_blocks
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
 
 SCALED_TOGETHER = 1 << 20  # elements
@@ -38,16 +38,17 @@ def adamw(
     first: int = 0,
     m_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    main_scales: Tensor | None = None,
 ) -> None:
     """`main` are fp32 or better: the model's own weights, or else `weights` are the model's and get the rounded
     result. As int16, `main` is what bf16 `weights` lack of fp32 (split_fp32.py). As bf16, `main` are the model's
-    weights and there are no others: the result is rounded stochastically. `first`: the number of the first element,
-    where a longer tensor is updated in parts; stochastic rounding depends on it. Moments with scales are codes
-    (block_moments.py), and `first` is a multiple of a block."""
+    weights, or there are none that products read beside them. `first`: the number of the first element, where a longer
+    tensor is updated in parts; stochastic rounding depends on it. States with scales are codes (state_blocks.py), and
+    `first` is a multiple of a block."""
     if not scale.isfinite():
         return
     now = scalars_on_host(scalars)
-    w = whole_main_weights(main, weights)
+    w = whole_main_weights(main, weights, main_scales)
     # Moments: m and v themselves, unless they are kept in lower precision.
     g = scaled_gradient(g, scale, w.dtype)
     mean = read_moment(m, m_scales, w.dtype, is_second=False)
@@ -68,7 +69,13 @@ def adamw(
         square = stochastic_round(square, v.dtype, random_bits >> 16)
     store_moment(m, m_scales, mean, is_second=False)
     store_moment(v, v_scales, square, is_second=True)
-    store_or_round_weights(w, main, weights, first, seed)
+    random_bits = None
+    if options.stochastic_main:
+        random_bits = weight_random_bits(first, len(w), seed, w.device)
+    if main_scales is None:
+        store_or_round_weights(w, main, weights, random_bits)
+    else:
+        store_weights_in_blocks(w, main, main_scales, weights, random_bits)
 
 
 def read_moment(moment: Tensor, scales: Tensor | None, dtype: torch.dtype, is_second: bool) -> Tensor:
@@ -87,8 +94,10 @@ def store_moment(moment: Tensor, scales: Tensor | None, x: Tensor, is_second: bo
     scales.copy_(encoded.scales)
 
 
-def whole_main_weights(main: Tensor, weights: Tensor | None) -> Tensor:
-    """The main weights themselves, or as fp32 a copy of those that are split, or that are bf16."""
+def whole_main_weights(main: Tensor, weights: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """The main weights themselves, or as fp32 a copy of those that are split, that are bf16, or in blocks."""
+    if scales is not None:
+        return decode_blocks(main, scales, is_second=False)
     if main.dtype == torch.bfloat16:
         return main.float()
     if main.dtype != torch.int16:
@@ -106,14 +115,26 @@ def store_weights(w: Tensor, main: Tensor, weights: Tensor | None) -> None:
         copy_rounded(weights, w)
 
 
-def store_or_round_weights(w: Tensor, main: Tensor, weights: Tensor | None, first: int, seed: int | Tensor) -> None:
-    """`store_weights`, and weights that have no main weights are rounded stochastically."""
+def store_or_round_weights(w: Tensor, main: Tensor, weights: Tensor | None, random_bits: Tensor | None) -> None:
+    """`store_weights`, and main weights in bf16 are rounded stochastically, where there are random bits."""
     if main.dtype != torch.bfloat16:
         store_weights(w, main, weights)
         return
-    random_bits = weight_random_bits(first, len(w), seed, w.device)
-    rounded = stochastic_round(w, main.dtype, random_bits)
-    main.copy_(rounded)
+    if random_bits is not None:
+        w = stochastic_round(w, main.dtype, random_bits)
+    copy_rounded(main, w)
+
+
+def store_weights_in_blocks(
+    w: Tensor, main: Tensor, scales: Tensor, weights: Tensor | None, random_bits: Tensor | None
+) -> None:
+    """Store main weights in blocks; the model's are the nearest to what these hold."""
+    encoded = encode_blocks(w, main.dtype, False, random_bits)
+    main.copy_(encoded.codes)
+    scales.copy_(encoded.scales)
+    if weights is not None:
+        held = decode_blocks(main, scales, is_second=False)
+        copy_rounded(weights, held)
 
 
 def copy_rounded(to: Tensor, x: Tensor) -> None:
@@ -190,14 +211,19 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
 
 
 @adamw.register_fast("triton")
-def adamw_triton(main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None) -> None:
+def adamw_triton(
+    main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None, main_scales=None
+) -> None:
     from moefold.kernels.optimizer import optimizer_triton
 
-    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options, first, m_scales, v_scales)
+    scales = (m_scales, v_scales, main_scales)
+    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options, first, *scales)
 
 
 @adamw.register_fast("fused")
-def adamw_fused(main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None) -> None:
+def adamw_fused(
+    main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None, main_scales=None
+) -> None:
     if not isfinite(scale.item()):
         return
     now = scalars_on_host(scalars)
@@ -279,3 +305,8 @@ def cases_in_blocks(name: str, inputs: tuple[Any, ...]) -> Cases:
         inputs = (*state, *numbers, first, m_scales, v_scales)
         about = f"{name}, {moments} moments, no main weights"
         yield KernelCase(about, inputs, moments=moments, main="none")
+    for type in CODE_DTYPES:
+        codes, scales = encode_blocks(weights, CODE_DTYPES[type][0], is_second=False)
+        state = (codes, g, m.clone(), v.clone(), weights)
+        inputs = (*state, *numbers[1:], 0, None, None, scales)
+        yield KernelCase(f"{name}, {type} main weights", inputs, main=type)

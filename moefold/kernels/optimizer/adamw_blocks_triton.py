@@ -57,6 +57,7 @@ def adamw_blocks_kernel(
     SPLIT: constexpr,
     COPY: constexpr,
     STOCHASTIC: constexpr,
+    STOCHASTIC_MAIN: constexpr,
     ROUND: constexpr,
     LARGEST: constexpr,
     POWER_OF_TWO: constexpr,
@@ -91,6 +92,7 @@ def adamw_blocks_kernel(
                 SPLIT,
                 COPY,
                 STOCHASTIC,
+                STOCHASTIC_MAIN,
             )
         tl.debug_barrier()  # threads read what others have stored
         # the copies

@@ -12,13 +12,15 @@ from torch import Tensor
 
 class AdamWOptions(NamedTuple):
     """The numbers that stay the same over a run. `stochastic`: bf16 moments are rounded up or down at random, with
-    probabilities by distance, so that changes below the resolution of bf16 add up in the mean."""
+    probabilities by distance, so that changes below the resolution of bf16 add up in the mean. `stochastic_main`: so
+    are main weights that are coarser than fp32, in bf16 or in blocks."""
 
     beta1: float
     beta2: float
     eps: float
     decay: float
     stochastic: bool = False
+    stochastic_main: bool = True
 
 
 class AdamWScalars(NamedTuple):

@@ -8,12 +8,13 @@ from moefold.kernels.quantise.choices import FP8_NEEDS, fp8_casts_run
 
 
 def fused_adamw_runs(facts: Facts) -> bool:
-    return facts.dtype != "fp64" and facts.moments == "fp32" and facts.main != "none"
+    return facts.dtype != "fp64" and facts.moments == "fp32" and facts.main in ("fp32", "split")
 
 
-def moments_run(facts: Facts) -> bool:
+def states_run(facts: Facts) -> bool:
     """Triton casts FP8 on fewer cards than it computes on."""
-    return triton_computes(facts) and ("fp8" not in facts.moments or fp8_casts_run(facts))
+    has_fp8 = "fp8" in facts.moments or facts.main == "fp8"
+    return triton_computes(facts) and (not has_fp8 or fp8_casts_run(facts))
 
 
 def fused_blocks_run(facts: Facts) -> bool:
@@ -24,8 +25,8 @@ CHOICES: Choices = {
     "adamw": (
         Choice(
             "triton",
-            moments_run,
-            "cuda with Triton, fp32 or bf16; FP8 moments from compute capability 8.9 on",
+            states_run,
+            "cuda with Triton, fp32 or bf16; FP8 states from compute capability 8.9 on",
             "one pass over gradients, moments, main weights and the model's, clipping included",
         ),
         Choice(
@@ -46,8 +47,8 @@ CHOICES: Choices = {
     "decode_moment": (
         Choice(
             "triton",
-            moments_run,
-            "cuda with Triton, fp32 or bf16; FP8 moments from compute capability 8.9 on",
+            states_run,
+            "cuda with Triton, fp32 or bf16; FP8 states from compute capability 8.9 on",
             "one pass, so that a checkpoint's copy of moments in blocks takes no time from a step",
         ),
     ),

@@ -1,11 +1,11 @@
-"""A moment in blocks (block_moments.py) as fp32 values: what a checkpoint has of it."""
+"""A moment in blocks (state_blocks.py) as fp32 values: what a checkpoint has of it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moefold.kernels.optimizer.block_moments import CODE_DTYPES, decode_blocks, encode_blocks
+from moefold.kernels.optimizer.state_blocks import CODE_DTYPES, decode_blocks, encode_blocks
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
 
 

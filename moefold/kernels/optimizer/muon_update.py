@@ -18,6 +18,7 @@ from moefold.kernels.optimizer.adamw import (
     scaled_gradient,
     stochastic_round,
     store_or_round_weights,
+    weight_random_bits,
     whole_main_weights,
 )
 from moefold.kernels.optimizer.muon_scalars import MuonOptions, MuonScalars
@@ -64,8 +65,10 @@ def muon_weights(
     scale: Tensor,
     scalars: Tensor,
     first: int = 0,
+    stochastic: bool = True,
 ) -> None:
-    """Decay main weights and move them along orthogonal matrices. `main`, `weights` and `first` as in adamw.py."""
+    """Decay main weights and move them along orthogonal matrices. `main`, `weights` and `first` as in adamw.py.
+    `stochastic`: main weights in bf16 are rounded stochastically."""
     is_finite = scale.isfinite()
     w = whole_main_weights(main, weights)
     numbers = scalars.to(w.dtype)
@@ -75,8 +78,11 @@ def muon_weights(
     moved = orthogonal.to(w.dtype) * step
     w.mul_(keep)
     w.sub_(moved)
-    seed = scalars[SEED].to(torch.int64)
-    store_or_round_weights(w, main, weights, first, seed)
+    random_bits = None
+    if stochastic:
+        seed = scalars[SEED].to(torch.int64)
+        random_bits = weight_random_bits(first, len(w), seed, w.device)
+    store_or_round_weights(w, main, weights, random_bits)
 
 
 @muon_momentum.register_fast("triton")
@@ -87,10 +93,12 @@ def muon_momentum_triton(direction, momentum, g, scale, scalars, options, first=
 
 
 @muon_weights.register_fast("triton")
-def muon_weights_triton(main, weights, orthogonal, matrix_scale, scale, scalars, first=0) -> None:
+def muon_weights_triton(
+    main, weights, orthogonal, matrix_scale, scale, scalars, first=0, stochastic=True
+) -> None:  # fmt: skip
     from moefold.kernels.optimizer import muon_update_triton
 
-    muon_update_triton.launch_muon_weights(main, weights, orthogonal, matrix_scale, scale, scalars, first)
+    muon_update_triton.launch_muon_weights(main, weights, orthogonal, matrix_scale, scale, scalars, first, stochastic)
 
 
 def case_numbers(draw: CaseInputs) -> tuple[Tensor, Tensor]:
@@ -136,4 +144,6 @@ def muon_weights_cases(draw: CaseInputs) -> Cases:
         lower = lower_16_bits(main)
         yield KernelCase(name, (main, weights, *behind))
         yield KernelCase(f"{name}, split", (lower, weights, *behind), main="split")
-        yield KernelCase(f"{name}, no main weights", (weights, None, *behind), main="none")
+        for stochastic in (True, False):
+            about = f"{name}, no main weights, stochastic {stochastic}"
+            yield KernelCase(about, (weights, None, *behind, 0, stochastic), main="none")

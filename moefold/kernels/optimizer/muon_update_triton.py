@@ -78,9 +78,10 @@ def muon_weights_kernel(
     first,
     SPLIT: constexpr,
     COPY: constexpr,
+    STOCHASTIC: constexpr,
     BLOCK: constexpr,
 ):
-    """SPLIT and COPY as in optimizer_triton.py."""
+    """SPLIT, COPY and STOCHASTIC (of main weights) as in optimizer_triton.py."""
     factor = tl.load(scale).to(tl.float32)
     if is_finite(factor):
         lr = load_scalar(scalars, LR)
@@ -92,7 +93,7 @@ def muon_weights_kernel(
         o = load_fp32(orthogonal, i, there)
         w = w * keep - o * (lr * matrix_scale)
         number = (i + first).to(tl.uint32)
-        store_main(main, weights, w, number, seed, i, there, SPLIT, COPY)
+        store_main(main, weights, w, number, seed, i, there, SPLIT, COPY, STOCHASTIC)
 
 
 def launch_muon_momentum(direction, momentum, g, scale, scalars, options, first) -> None:
@@ -103,10 +104,10 @@ def launch_muon_momentum(direction, momentum, g, scale, scalars, options, first)
     muon_momentum_kernel[(programs,)](direction, momentum, g, scale, scalars, n, first, beta, **modes, BLOCK=BLOCK)
 
 
-def launch_muon_weights(main, weights, orthogonal, matrix_scale, scale, scalars, first) -> None:
+def launch_muon_weights(main, weights, orthogonal, matrix_scale, scale, scalars, first, stochastic) -> None:
     n = len(main)
     programs = triton.cdiv(n, BLOCK)
     split = main.dtype == torch.int16
-    modes = {"SPLIT": split, "COPY": weights is not None}
+    modes = {"SPLIT": split, "COPY": weights is not None, "STOCHASTIC": stochastic}
     tensors = (main, weight_bits(main, weights), orthogonal)
     muon_weights_kernel[(programs,)](*tensors, matrix_scale, scale, scalars, n, first, **modes, BLOCK=BLOCK)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.optimizer.adamw_scalars import AdamWScalars
-from moefold.kernels.optimizer.block_moments import FP8_LARGEST, FP8_SMALLEST, FP16_SMALLEST, MOMENT_BLOCK
+from moefold.kernels.optimizer.state_blocks import FP8_LARGEST, FP8_SMALLEST, FP16_SMALLEST, STATE_BLOCK
 from moefold.kernels.tile_triton import load_or_zero, wide_program_id
 
 BLOCK = 1024  # elements of a program: eight a thread, which is 16 bytes of bf16
@@ -106,9 +106,9 @@ def load_main(main, weights, i, there, SPLIT: constexpr):
 
 
 @triton.jit
-def store_main(main, weights, w, number, seed, i, there, SPLIT: constexpr, COPY: constexpr):
+def store_main(main, weights, w, number, seed, i, there, SPLIT: constexpr, COPY: constexpr, STOCHASTIC: constexpr):
     """Store updated weights: bf16 rounded to nearest, and the main weights or the bits that bf16 lacks. `main` as
-    bf16: rounded stochastically, by the numbers of the elements."""
+    bf16: rounded to nearest, or STOCHASTIC: by the numbers of the elements."""
     bits = w.to(tl.int32, bitcast=True)
     if COPY:
         nearest = (bits + 0x8000) >> 16
@@ -119,14 +119,14 @@ def store_main(main, weights, w, number, seed, i, there, SPLIT: constexpr, COPY:
         tl.store(main + i, bits, mask=there)
     elif main.dtype.element_ty == tl.bfloat16:
         seeded = number ^ seed.to(tl.uint32)
-        store_rounded(main + i, w, weight_random_bits(seeded), there, True)
+        store_rounded(main + i, w, weight_random_bits(seeded), there, STOCHASTIC)
     else:
         tl.store(main + i, w, mask=there)
 
 
 @triton.jit
 def load_codes(moment, scales, i, block, there, SECOND: constexpr):
-    """A moment in codes (block_moments.py) as fp32: a tile (blocks, elements). `block` are the numbers of the tile's
+    """A moment in codes (state_blocks.py) as fp32: a tile (blocks, elements). `block` are the numbers of the tile's
     blocks, -1 behind the last."""
     kind: constexpr = moment.dtype.element_ty
     scale = load_or_zero(scales + block, block >= 0)
@@ -202,6 +202,66 @@ def store_codes(moment, scales, x, i, block, there, SECOND: constexpr):
 
 
 @triton.jit
+def store_main_codes(
+    main, scales, weights, w, number, seed, i, block, there, COPY: constexpr, STOCHASTIC: constexpr
+):  # fmt: skip
+    """Store main weights in codes (state_blocks.py), and the bf16 weights nearest to what the codes hold."""
+    kind: constexpr = main.dtype.element_ty
+    magnitude = tl.abs(w)
+    largest = tl.max(magnitude, 1)
+    tl.store(scales + block, largest, mask=block >= 0)
+    divisor = tl.where(largest > 0, largest, 1.0)
+    relative = magnitude * (1 / divisor)[:, None]
+    random_bits = weight_random_bits(number ^ seed.to(tl.uint32)).to(tl.int32)
+    if kind == tl.int8:
+        held = power_code(relative, random_bits, STOCHASTIC)
+        code = with_sign_of(held, w).to(kind)
+        square = held * held
+        held = square * square * (1 / 127**4)
+    elif kind == tl.float8e4nv:
+        if STOCHASTIC:
+            relative = kept_bits(relative, random_bits << 4, 20)
+        code = with_sign_of(relative * LARGEST_FP8, w).to(kind)
+        held = tl.abs(code.to(tl.float32)) * INVERSE_FP8
+    else:
+        if STOCHASTIC:
+            relative = kept_bits(relative, random_bits >> 3, 13)
+        code = with_sign_of(relative, w).to(kind)
+        held = tl.abs(code.to(tl.float32))
+    tl.store(main + i, code, mask=there)
+    if COPY:
+        bits = with_sign_of(held * largest[:, None], w).to(tl.int32, bitcast=True)
+        nearest = (bits + 0x8000) >> 16
+        tl.store(weights + i, nearest.to(tl.int16), mask=there)
+
+
+@triton.jit
+def kept_bits(x, random_bits, DROPPED: constexpr):
+    """fp32 without its last bits, random bits added before."""
+    bits = x.to(tl.int32, bitcast=True) + random_bits
+    kept = (bits >> DROPPED) << DROPPED
+    return kept.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_code(relative, random_bits, STOCHASTIC: constexpr):
+    """The magnitudes of int8 codes, as fp32, of magnitudes up to one."""
+    scaled = tl.sqrt(tl.sqrt(relative)) * 127
+    if STOCHASTIC:
+        below = tl.minimum(tl.floor(scaled), 126.0)
+        square = below * below
+        value_below = square * square
+        next_square = (below + 1) * (below + 1)
+        step = next_square * next_square - value_below
+        share = (random_bits.to(tl.float32) + 0.5) * (1 / 65536)
+        is_above = relative * (127.0**4) - value_below > share * step
+        code = below + is_above.to(tl.float32)
+    else:
+        code = (scaled + ROUNDS_TO_WHOLE) - ROUNDS_TO_WHOLE
+    return code
+
+
+@triton.jit
 def update_elements(
     main,
     gradient,
@@ -219,19 +279,24 @@ def update_elements(
     SPLIT: constexpr,
     COPY: constexpr,
     STOCHASTIC: constexpr,
+    STOCHASTIC_MAIN: constexpr,
     mean_scales=None,
     square_scales=None,
+    main_scales=None,
     block=None,
 ):
     """The update of elements i, of any shape. The betas are the new value's share. SPLIT: `main` are the lower 16 bits;
-    COPY: bf16 weights lie apart. `main` as bf16: there are no others, and they are rounded stochastically. Moments with
-    scales: elements i are tiles (blocks, elements)."""
+    COPY: bf16 weights lie apart. `main` as bf16: there are no others. STOCHASTIC: bf16 moments are rounded so;
+    STOCHASTIC_MAIN: main weights, in bf16 or codes. States with scales: elements i are tiles (blocks, elements)."""
     # the numbers of this step
     lr = load_scalar(scalars, STEP_SIZE)
     keep = load_scalar(scalars, KEEP)
     root = load_scalar(scalars, INVERSE_ROOT)
     seed = tl.load(scalars + SEED).to(tl.int64)
-    w = load_main(main, weights, i, there, SPLIT)
+    if main_scales is None:
+        w = load_main(main, weights, i, there, SPLIT)
+    else:
+        w = load_codes(main, main_scales, i, block, there, False)
     # gradient and moments
     g = load_fp32(gradient, i, there) * factor
     if mean_scales is None:
@@ -267,7 +332,10 @@ def update_elements(
         store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
     else:
         store_codes(square, square_scales, root_of_v, i, block, there, True)
-    store_main(main, weights, w, number, seed, i, there, SPLIT, COPY)
+    if main_scales is None:
+        store_main(main, weights, w, number, seed, i, there, SPLIT, COPY, STOCHASTIC_MAIN)
+    else:
+        store_main_codes(main, main_scales, weights, w, number, seed, i, block, there, COPY, STOCHASTIC_MAIN)
 
 
 @triton.jit
@@ -292,6 +360,7 @@ def adamw_kernel(
     SPLIT: constexpr,
     COPY: constexpr,
     STOCHASTIC: constexpr,
+    STOCHASTIC_MAIN: constexpr,
     BLOCK: constexpr,
 ):
     factor = tl.load(scale).to(tl.float32)
@@ -314,6 +383,7 @@ def adamw_kernel(
             SPLIT,
             COPY,
             STOCHASTIC,
+            STOCHASTIC_MAIN,
         )
 
 
@@ -330,16 +400,18 @@ def adamw_in_blocks_kernel(
     first,
     mean_scales,
     square_scales,
+    main_scales,
     beta1,
     beta2,
     eps,
     SPLIT: constexpr,
     COPY: constexpr,
     STOCHASTIC: constexpr,
+    STOCHASTIC_MAIN: constexpr,
     BLOCKS: constexpr,
     BLOCK: constexpr,
 ):
-    """The update with moments in blocks: a program takes a few blocks, a row of the tile each."""
+    """The update with states in blocks: a program takes a few blocks, a row of the tile each."""
     factor = tl.load(scale).to(tl.float32)
     if is_finite(factor):
         row = wide_program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
@@ -362,8 +434,10 @@ def adamw_in_blocks_kernel(
             SPLIT,
             COPY,
             STOCHASTIC,
+            STOCHASTIC_MAIN,
             mean_scales,
             square_scales,
+            main_scales,
             block,
         )
 
@@ -383,19 +457,19 @@ def sum_squares_kernel(x, parts, n, SQUARES: constexpr, BLOCK: constexpr):
     tl.store(parts + p, sum_of_lanes.to(tl.float64))
 
 
-def launch_adamw(main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None) -> None:
-    """Weights are bf16, or None where there are none beside `main`; see adamw.py."""
+def launch_adamw(main, g, m, v, weights, scale, scalars, options, first, *scales) -> None:
+    """Weights are bf16, or None where there are none beside `main`; scales are those of m, v and main, or None. See
+    adamw.py."""
     n = len(main)
     state = (main, g, m, v, weight_bits(main, weights))
     numbers = numbers_of_options(options)
     modes = modes_of_state(main, weights, options)
-    if m_scales is None and v_scales is None:
+    if not any(scale is not None for scale in scales):
         programs = triton.cdiv(n, BLOCK)
         adamw_kernel[(programs,)](*state, scale, scalars, n, first, *numbers, **modes, BLOCK=BLOCK)
         return
-    scales = (m_scales, v_scales)
-    tile = {"BLOCKS": BLOCKS_PER_PROGRAM, "BLOCK": MOMENT_BLOCK}
-    programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * MOMENT_BLOCK)
+    tile = {"BLOCKS": BLOCKS_PER_PROGRAM, "BLOCK": STATE_BLOCK}
+    programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * STATE_BLOCK)
     adamw_in_blocks_kernel[(programs,)](*state, scale, scalars, n, first, *scales, *numbers, **modes, **tile)
 
 
@@ -410,14 +484,15 @@ def numbers_of_options(options) -> tuple[float, float, float]:
 
 def modes_of_state(main, weights, options) -> dict[str, bool]:
     split = main.dtype == torch.int16
-    return {"SPLIT": split, "COPY": weights is not None, "STOCHASTIC": options.stochastic}
+    rounding = {"STOCHASTIC": options.stochastic, "STOCHASTIC_MAIN": options.stochastic_main}
+    return {"SPLIT": split, "COPY": weights is not None} | rounding
 
 
 def launch_decode_moment(values: Tensor, codes: Tensor, scales: Tensor, is_second: bool) -> None:
     n = len(codes)
-    programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * MOMENT_BLOCK)
+    programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * STATE_BLOCK)
     if programs:
-        decode_moment_kernel[(programs,)](values, codes, scales, n, is_second, BLOCKS_PER_PROGRAM, MOMENT_BLOCK)
+        decode_moment_kernel[(programs,)](values, codes, scales, n, is_second, BLOCKS_PER_PROGRAM, STATE_BLOCK)
 
 
 def launch_add_squares(total: Tensor, *flats: Tensor) -> None:

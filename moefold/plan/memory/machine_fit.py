@@ -18,7 +18,7 @@ from moefold.kernels.facts import expected_facts
 from moefold.layout.environment import Rendezvous
 from moefold.plan.machine.this_machine import MachineMemory
 from moefold.plan.memory.peak_memory import RankMemory, plan_memory
-from moefold.plan.memory.resident import moment_sizes
+from moefold.plan.memory.resident import OWN_WEIGHTS, moment_sizes
 from moefold.plan.memory.run_setting import GIB
 from moefold.plan.options import PRECISION_RECIPES, PlanChoices
 
@@ -203,7 +203,7 @@ class MachineFit:
         parameters = sum(rank.updated for rank in local)
         saved = sum(SAVED_MOMENT_BYTES.get(size, 4) for size in sizes)
         wide = self.choices.recipe.wide
-        has_main = wide < MAIN_WEIGHT_BYTES and optim.main != "none"
+        has_main = wide < MAIN_WEIGHT_BYTES and optim.main not in OWN_WEIGHTS
         main = MAIN_WEIGHT_BYTES if has_main else 0
         of_parameter = saved + wide + main
         return parameters * of_parameter

@@ -23,7 +23,9 @@ STATE_ELEMENT_BYTES = {
     "int8": 1 + BLOCK_SCALE,
 }
 SUM_BYTES = 4  # of a gradient that is summed over ranks, whatever it was sent as
-MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2, "none": 0}  # of a main weight, beside the bf16 weight
+# Of a main weight, beside the bf16 weight
+MAIN_WEIGHT_BYTES = STATE_ELEMENT_BYTES | {"split": 2, "bf16": 0, "none": 0}
+OWN_WEIGHTS = ("bf16", "none")  # main weights that are the model's own, where these are bf16
 ADAMW_PIECES = ("E", "L")  # embedding and head, whatever the rule of matrices
 
 
@@ -128,11 +130,11 @@ def sum_adapters(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig)
 
 def main_weight_bytes(s: RunSetting, count: float, quantized: float) -> float:
     """Bytes of the main weights of so many parameters, some of them quantised. Weights that are stored in FP8 alone
-    have fp32 main weights; of the rest, fp32 weights are their own."""
+    have whole main weights, in fp32 where no other type is named; of the rest, fp32 weights are their own."""
     stored = quantized if s.stores_fp8 else 0.0
     has_main = s.recipe.wide < 4
     beside = MAIN_WEIGHT_BYTES[s.optim.main] if has_main else 0
-    of_stored = stored * MAIN_WEIGHT_BYTES["fp32"]
+    of_stored = stored * STATE_ELEMENT_BYTES.get(s.optim.main, 4)
     return (count - stored) * beside + of_stored
 
 

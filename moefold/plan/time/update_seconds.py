@@ -17,7 +17,7 @@ from moefold.anatomy.visiting_states import GIB
 from moefold.config.run import Config, LoraConfig, ModelConfig
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.memory.grouped_parameters import trained_share
-from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES, fewest_moment_bytes
+from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, OWN_WEIGHTS, STATE_ELEMENT_BYTES, fewest_moment_bytes
 from moefold.plan.memory.run_setting import RunSetting
 
 MUON_PASS_BYTES = 8  # of a parameter: direction and orthogonal matrix, each written and read in bf16
@@ -89,7 +89,7 @@ def optimizer_bytes(s: RunSetting) -> float:
     moments = fewest_moment_bytes(optim)
     state = 2 * main + 2 * moments
     weight = s.recipe.wide
-    if optim.main == "none":
+    if optim.main in OWN_WEIGHTS:
         weight *= 2
     return gradient + state + weight
 

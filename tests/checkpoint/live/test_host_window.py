@@ -23,7 +23,8 @@ from moefold.checkpoint.live.logical_tensors import LogicalTensor, TensorPart, h
 from moefold.checkpoint.live.rank_file import RankFile
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.layout.axes import World, single_rank_world
-from moefold.optim.moments import BlockMoment, new_moment
+from moefold.optim.moments import new_moment
+from moefold.shard.block_values import BlockValues
 from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
@@ -39,9 +40,9 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def block_moment(size: int) -> BlockMoment:
+def block_moment(size: int) -> BlockValues:
     moment = new_moment("int8", torch.zeros(size), torch.float32, is_second=False)
-    assert isinstance(moment, BlockMoment)
+    assert isinstance(moment, BlockValues)
     moment.put(0, size, torch.randn(size))
     return moment
 
