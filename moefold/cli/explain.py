@@ -596,6 +596,8 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
         decoded.add(optim.main)  # FP8 is made of it
     if decoded & BLOCK_TYPES:
         ops.add("decode_moment")
+    if optim.gradients in BLOCK_TYPES:
+        ops.add("add_in_blocks")
     if config.optim.qk_clip:
         ops.add("largest_logit")
     if config.memory.stash != "none":

@@ -563,6 +563,8 @@ def several_stages_have_several_ranks(c: ConfigOnRanks) -> bool:
 
 
 OPTIMIZER_RULES = RuleList()
+# Of which equal gradients add up: behind twice as many, each is less than half a code of the sum
+MOST_MICROBATCHES = {"bf16": 1, "fp8": 8, "int8": 32, "fp16": 1024}
 
 
 @OPTIMIZER_RULES.rule(
@@ -627,7 +629,7 @@ def block_moments_are_adamws(c: ConfigOnRanks) -> bool:
     "main weights in blocks are AdamW's",
     ("optim.main", "optim.rule", "optim.groups"),
     why="Muon's main weights have no blocks with scales",
-    fix="set optim.main to split, or to none",
+    fix="set optim.main to split",
 )
 def block_main_weights_are_adamws(c: ConfigOnRanks) -> bool:
     return c.optim.main not in BLOCK_TYPES or not uses_muon(c)
@@ -702,14 +704,41 @@ def units_are_of_one_stage(c: ConfigOnRanks) -> bool:
 
 
 @OPTIMIZER_RULES.rule(
-    "bf16 gradients are of one microbatch",
+    "sums of gradients tell a microbatch's apart",
     ("optim.gradients", "train.global_batch", "train.micro_batch"),
-    says="<optim.gradients> with {share} sequences a rank in parts of <train.micro_batch>: "
-    "gradients of several microbatches are not accumulated in bf16",
+    says="<optim.gradients> with {share} sequences a rank in parts of <train.micro_batch>: gradients are accumulated "
+    "over one microbatch at most in bf16, 8 in fp8, 32 in int8, 1024 in fp16",
     fix="set optim.gradients to fp32",
 )
-def bf16_gradients_of_one_microbatch(c: ConfigOnRanks) -> bool:
-    return c.optim.gradients == "fp32" or c.share <= c.train.micro_batch
+def sums_tell_gradients_apart(c: ConfigOnRanks) -> bool:
+    most = MOST_MICROBATCHES.get(c.optim.gradients)
+    return most is None or c.share <= most * c.train.micro_batch
+
+
+@OPTIMIZER_RULES.rule(
+    "gradients in blocks are AdamW's",
+    ("optim.gradients", "optim.rule", "optim.groups"),
+    why="other rules do not read gradients in blocks with scales",
+    fix="set optim.gradients to fp32",
+)
+def block_gradients_are_adamws(c: ConfigOnRanks) -> bool:
+    named = () if group_problems(c.optim.groups) else parse_groups(c.optim.groups)
+    rules = {c.optim.rule, *(entry.rule for entry in named if entry.rule)}
+    return c.optim.gradients not in BLOCK_TYPES or rules == {"adamw"}
+
+
+@OPTIMIZER_RULES.rule(
+    "gradients in blocks have a place of their own",
+    ("optim.gradients", "shard.mode", "memory.graphs", "memory.tape", "optim.update"),
+    says="<optim.gradients> with <shard.mode>, <memory.graphs>, <memory.tape> and <optim.update>: shares of fully "
+    "sharded units are summed in fp32, and captured or replayed steps and updates on the host read plain gradients",
+    fix="set optim.gradients to fp32",
+)
+def block_gradients_are_of_whole_weights(c: ConfigOnRanks) -> bool:
+    if c.optim.gradients not in BLOCK_TYPES:
+        return True
+    captured = c.memory.graphs != "none" or c.memory.tape
+    return c.shard.mode != "zero3" and not captured and c.optim.update == "device"
 
 
 @OPTIMIZER_RULES.rule(

@@ -22,7 +22,7 @@ DenseActivation = Literal[
 ]  # anatomy/activations.py
 ExpertActivation = Literal[DenseActivation, "clamped_swiglu"]
 
-MomentType = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+StateType = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 BLOCK_TYPES = {"fp16", "fp8", "int8"}  # of optimizer states, with a scale for 128 elements
 
 
@@ -306,11 +306,11 @@ class OptimConfig:
     main_rounding: Literal["stochastic", "nearest"] = key(
         "stochastic", "rounding of updated main weights that are coarser than fp32"
     )
-    moments: MomentType = key(
+    moments: StateType = key(
         "fp32",
         "type of AdamW's moments and Muon's momentum; fp16, fp8 and int8 have a scale for 128 elements, for AdamW only",
     )
-    second_moment: Literal["as_first", MomentType] = key(
+    second_moment: Literal["as_first", StateType] = key(
         "as_first", "type of AdamW's second moment, if not optim.moments"
     )
     rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 moments")
@@ -326,8 +326,10 @@ class OptimConfig:
     update: Literal["device", "host"] = key(
         "device", "where AdamW updates: on the host it needs optim.states host and fp32 states"
     )
-    gradients: Literal["fp32", "bf16"] = key(
-        "fp32", "dtype of a bf16 model's gradients; bf16 for steps of one microbatch, which need no accumulation"
+    gradients: StateType = key(
+        "fp32",
+        "type of a bf16 model's gradients; bf16 for steps of one microbatch, which need no accumulation; fp16, fp8 and "
+        "int8 have a scale for 128 elements, for AdamW only",
     )
     gradient_reduce: Literal["fp32", "bf16", "fp8"] = key(
         "fp32",

@@ -54,6 +54,7 @@ class Facts:
     ffn: int = 0  # inner width of an expert on one rank
     moments: str = "fp32"
     main: str = "fp32"
+    gradients: str = "fp32"  # type of gradients between microbatches
     recipe: str = "plain"  # number format of linear products; plain: the dtype itself
     unfused_experts: str = ""  # keys that keep the experts off the fused kernel; empty: none
     adapted_experts: str = ""  # the key that gives experts adapters, which some fused kernels take; empty: none has
@@ -85,6 +86,7 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: Capab
         ffn=config.model.moe.ffn // config.parallel.etp,
         moments=moments_in_words(config.optim),
         main=config.optim.main,
+        gradients=config.optim.gradients,
         attention=attention_shape(config),
         sees_all=attention_sees_all(config),
         square=not gathers_all_keys(config),

@@ -43,6 +43,7 @@ class KernelCase:
     ffn: int = 0
     moments: str = "fp32"
     main: str = "fp32"
+    gradients: str = "fp32"
     attention: AttentionShape | None = None
     sees_all: bool = True
     square: bool = True
@@ -57,6 +58,7 @@ class KernelCase:
             ffn=self.ffn,
             moments=self.moments,
             main=self.main,
+            gradients=self.gradients,
             attention=self.attention,
             sees_all=self.sees_all,
             square=self.square,

@@ -130,7 +130,7 @@ class AdamW:
         """Update chunk by chunk while states visit the device. Numbers of the step are copied, since those of the next
         step may come before the last update."""
         _, weights = operands_in_parts(share)
-        gradient = share.gradient
+        gradient = share.kept_gradient
         windows = share_windows(share)
         scalars = numbers.scalars.clone()
         numbers = numbers._replace(scalars=scalars)
@@ -144,9 +144,11 @@ class AdamW:
             window = windows[number]
             beside = window_of(weights, window)
             first = first_element(share, window)
-            operands = (main.codes, gradient[window], mean.codes, square.codes, beside)
+            g = codes_and_scales(gradient, window)
+            operands = (main.codes, g.codes, mean.codes, square.codes, beside)
+            scales = (mean.scales, square.scales, main.scales, g.scales)
             numbers_here = numbers.of_window(share, window)
-            self.adamw(*operands, *numbers_here, first, mean.scales, square.scales, main.scales)
+            self.adamw(*operands, *numbers_here, first, *scales)
 
         visit_device(share, windows, stream, update_window, (numbers.scale, scalars))
 
@@ -191,11 +193,12 @@ class AdamW:
         storage = share.storage
         fused = storage.fused_operands()
         main, weights = fused or main_values_alone(storage)
-        gradient = share.gradient
+        gradient = share.kept_gradient
         means = share.state["mean"]
         squares = share.state["mean_square"]
         dtype = share.weights.dtype
-        can_fuse = fused is not None and isinstance(main, Tensor)
+        is_plain = isinstance(main, Tensor) and isinstance(gradient, Tensor)
+        can_fuse = fused is not None and is_plain
         parts = self.parts_of(share, can_fuse)
         for window, copy in parts:
             mean = codes_and_scales(means, window)
@@ -203,10 +206,12 @@ class AdamW:
             beside = window_of(weights, window)
             first = first_element(share, window)
             kept = codes_and_scales(main, window)
-            operands = (kept.codes, gradient[window], mean.codes, square.codes, beside)
+            g = codes_and_scales(gradient, window)
+            operands = (kept.codes, g.codes, mean.codes, square.codes, beside)
             numbers_here = numbers.of_window(share, window)
             if copy is None:
-                self.adamw(*operands, *numbers_here, first, mean.scales, square.scales, kept.scales)
+                scales = (mean.scales, square.scales, kept.scales, g.scales)
+                self.adamw(*operands, *numbers_here, first, *scales)
             else:
                 self.adamw_blocks(*operands, *numbers_here, first, *copy.tensors, copy.rule, dtype)
         if fused is None:

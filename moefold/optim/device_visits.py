@@ -63,9 +63,9 @@ def visit_device(
 
     chunks = visiting_chunks(share, windows)
     ended = stream.visit(share.number, chunks, update_chunk)
-    gradient = share.gradient
+    gradient = share.kept_gradient
     share.bucket.note_update(ended, (gradient, *read))
-    if not gradient.is_cuda:  # the update is done
+    if gradient.device.type == "cpu":  # the update is done
         share.bucket.await_update()
 
 

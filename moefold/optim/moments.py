@@ -16,7 +16,7 @@ def new_moment(
 ) -> FlatValues:  # fmt: skip
     """A moment of zeros for a value of `optim.moments`. `wide`: the dtype that `fp32` stands for."""
     if name in CODE_DTYPES:
-        return zeros_in_blocks(name, like, is_second, decode)
+        return zeros_in_blocks(name, len(like), like.device, is_second, decode)
     dtype = torch.bfloat16 if name == "bf16" else wide
     return torch.zeros_like(like, dtype=dtype)
 

@@ -20,7 +20,7 @@ from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.host_states import HostStream
-from moefold.shard.block_values import FlatValues
+from moefold.shard.block_values import FlatValues, decoded
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import FusedOperands, WeightStorage
 
@@ -59,6 +59,11 @@ class BucketShare:
     @property
     def gradient(self) -> Tensor:
         """The sum over ranks, to be multiplied by the scale that `Rule.update` is given."""
+        return decoded(self.kept_gradient)
+
+    @property
+    def kept_gradient(self) -> FlatValues:
+        """The same as it is kept: AdamW alone reads gradients in blocks."""
         return self.bucket.reduced_gradient_share
 
     @property

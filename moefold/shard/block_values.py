@@ -7,7 +7,7 @@ which the same grid gets the same codes and any other type gets the nearest valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from moefold.kernels.optimizer.state_blocks import (
     encode_blocks,
 )
 
+DECODED_TOGETHER = 1 << 24  # elements
 Decode = Callable[[Tensor, Tensor, Tensor, bool], None]  # the op decode_moment
 
 
@@ -45,6 +46,12 @@ class BlockValues:
         first = self.first + start
         last = self.first + max(start, stop)
         return replace(self, first=first, last=last)
+
+    def any(self) -> Tensor:
+        """Whether a value is not zero, of a part that has its blocks for itself."""
+        first_block = self.first // STATE_BLOCK
+        last_block = block_count(self.last)
+        return self.scales[first_block:last_block].any()
 
     @property
     def device(self) -> torch.device:
@@ -96,10 +103,26 @@ FlatValues = Tensor | BlockValues
 
 def whole_values(values: FlatValues) -> Tensor:
     """All values in fp32 or better: the tensor itself where it is that, else a copy."""
+    tensor = decoded(values)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.to(wide)
+
+
+def decoded(values: FlatValues) -> Tensor:
+    """All values as a tensor, in its own dtype where it is one."""
     if isinstance(values, BlockValues):
         return values.get(0, len(values))
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return values.to(wide)
+    return values
+
+
+def decoded_in_parts(values: FlatValues) -> Iterator[Tensor]:
+    """The values, those in blocks a part at a time."""
+    if isinstance(values, Tensor):
+        yield values
+        return
+    for first in range(0, len(values), DECODED_TOGETHER):
+        last = min(first + DECODED_TOGETHER, len(values))
+        yield values.get(first, last)
 
 
 class CodesAndScales(NamedTuple):
@@ -109,21 +132,23 @@ class CodesAndScales(NamedTuple):
     scales: Tensor | None
 
 
-def zeros_in_blocks(name: str, like: Tensor, is_second: bool = False, decode: Decode = decode_moment) -> BlockValues:
-    """Zeros in a type that has blocks, as many as `like` has elements."""
-    size = len(like)
+def zeros_in_blocks(
+    name: str, size: int, device: torch.device, is_second: bool = False, decode: Decode = decode_moment
+) -> BlockValues:  # fmt: skip
+    """Zeros in a type that has blocks."""
     dtypes = block_dtypes(name)
     assert dtypes is not None, f"{name} has no blocks"
-    codes = torch.zeros_like(like, dtype=dtypes[is_second])
+    codes = torch.zeros(size, dtype=dtypes[is_second], device=device)
     blocks = block_count(size)
-    scales = like.new_zeros(blocks, dtype=torch.float32)
+    scales = torch.zeros(blocks, device=device, dtype=torch.float32)
     return BlockValues(codes, scales, is_second, 0, size, decode)
 
 
 def values_in_blocks(name: str, values: Tensor, decode: Decode = decode_moment) -> BlockValues:
     """These values in a type that has blocks, rounded to nearest."""
-    coded = zeros_in_blocks(name, values, decode=decode)
-    coded.put(0, len(values), values)
+    size = len(values)
+    coded = zeros_in_blocks(name, size, values.device, decode=decode)
+    coded.put(0, size, values)
     return coded
 
 

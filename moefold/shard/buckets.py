@@ -24,6 +24,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from moefold.kernels.optimizer.add_in_blocks import add_in_blocks
+from moefold.kernels.optimizer.state_blocks import CODE_DTYPES
 from moefold.kernels.quantise.quantise_weight import WeightFormat
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
@@ -33,9 +35,10 @@ from moefold.layout.host_copies import is_share_on_host
 from moefold.layout.pinned_memory import pinned_copy
 from moefold.layout.placement import BUCKET_ELEMENTS, Placement
 from moefold.layout.weight_copies import keeps_values
+from moefold.shard.block_values import FlatValues
 from moefold.shard.block_weights import BlockWeights, PlacedBlocks, ShardedBlockWeights
 from moefold.shard.fp8_weights import Fp8Storage, StoredMatrices
-from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientMemory, GradientSums
+from moefold.shard.gradient_sums import GRADIENT_SUMS, AddInBlocks, BlockSums, GradientMemory, GradientSums
 from moefold.shard.storage import PlainWeights, ShardedWeights, StorageMaker, WeightStorage, flat_part
 
 ALIGNMENT = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
@@ -105,7 +108,7 @@ class PendingUpdate(NamedTuple):
     """An update under way: its end, the tensors that it reads, and the stream to which their memory goes back."""
 
     ended: Awaitable
-    read: Sequence[Tensor]
+    read: Sequence[FlatValues]
     stream: torch.Stream | None
 
 
@@ -124,7 +127,7 @@ class Bucket:
     copies: Axis = field(default_factory=lambda: Axis("copies"))  # the ranks that hold the same share
     update: PendingUpdate | None = None  # on another stream
 
-    def note_update(self, ended: Awaitable, read: Sequence[Tensor]) -> None:
+    def note_update(self, ended: Awaitable, read: Sequence[FlatValues]) -> None:
         """An update of the weights has begun on another stream. `read`: what is not to be freed before its end."""
         self.await_update()
         self.update = PendingUpdate(ended, read, self.present_stream())
@@ -169,10 +172,10 @@ class Bucket:
         return self.sums.whole()
 
     @property
-    def reduced_gradient_share(self) -> Tensor:
+    def reduced_gradient_share(self) -> FlatValues:
         """This rank's share of the sum over ranks; of its own sum, before the reduction has arrived."""
         if self.sums.reduced is None:
-            return self.gradients[self.share]
+            return self.sums.values()[self.share]
         return self.sums.reduced
 
     @property
@@ -260,21 +263,22 @@ def fill_buckets(
     sharded: StorageMaker | None = None,
     fill: FillParameters | None = None,
     frozen: bool = False,
+    add_in_blocks: AddInBlocks = add_in_blocks,
 ) -> list[Bucket]:
     """Group the parameters and move them into flat tensors; the model goes on using views of these. Frozen parameters
     (without `requires_grad`) stay where they are; with `frozen` they alone are moved.
 
     `held`: parameters of which several pipeline ranks hold copies, each in a bucket of its own, so that it has the same
-    place on all of them. `gradients`: the dtype in which the gradients of a bf16 model are kept. `memory`: whether
-    gradient memory is allocated every step or once. With `unit`, buckets follow units instead of `most` elements.
-    `cost`: of updating a parameter whose matrices stay whole, to be balanced over shares; by default its elements.
-    `fp8`: the weights that are stored in FP8 instead of in `storage`. `sharded`: the storage of weights that have
-    replicas, of which each rank keeps its share alone. `fill` gives parameters that had no memory their first values,
-    one bucket at a time.
+    place on all of them. `gradients`: the type in which the gradients of a bf16 model are kept; of one with blocks by
+    `add_in_blocks`. `memory`: whether gradient memory is allocated every step or once. With `unit`, buckets follow
+    units instead of `most` elements. `cost`: of updating a parameter whose matrices stay whole, to be balanced over
+    shares; by default its elements. `fp8`: the weights that are stored in FP8 instead of in `storage`. `sharded`: the
+    storage of weights that have replicas, of which each rank keeps its share alone. `fill` gives parameters that had no
+    memory their first values, one bucket at a time.
     """
     holders = held or {}
     cost_of = cost or number_of_elements
-    maker = BucketMaker(world, gradients, memory, storage, fp8, cost_of, sharded, fill)
+    maker = BucketMaker(world, gradients, memory, storage, fp8, cost_of, sharded, fill, add_in_blocks)
     formats = {} if fp8 is None else fp8.formats
     grouping = Grouping(world, most, holders, group, unit, formats, frozen)
     buckets: list[Bucket] = []
@@ -367,6 +371,7 @@ class BucketMaker:
     cost_of: CostOf
     sharded: StorageMaker | None = None
     fill: FillParameters | None = None
+    add_in_blocks: AddInBlocks = add_in_blocks
     loads: dict[str, list[float]] = field(default_factory=dict)  # of each share so far, by the replicas' name
 
     def make_bucket(self, key: BucketKey, parameters: Parameters, holders: Holders) -> Bucket:
@@ -375,9 +380,7 @@ class BucketMaker:
         places = self.place_parameters(key, parameters, replicas)
         like = parameters[0].tensor
         storage = self.make_storage(key, places, like, replicas)
-        dtype = gradient_sum_dtype(like, self.gradients)
-        make_sums = GRADIENT_SUMS[self.memory]
-        sums = make_sums(places.spans, places.size, like.device, dtype)
+        sums = self.make_sums(places, like)
         parameters, starts, _ = places
         cut = parameters[0].declaration.matrix_cut
         matrix_parts = None
@@ -400,6 +403,14 @@ class BucketMaker:
         if isinstance(storage, ShardedWeights):
             keep_share_alone(bucket, storage)
         return bucket
+
+    def make_sums(self, places: Places, like: Tensor) -> GradientSums:
+        where = (places.spans, places.size, like.device)
+        if self.gradients in CODE_DTYPES and like.dtype == torch.bfloat16:
+            return BlockSums(*where, self.gradients, self.add_in_blocks)
+        dtype = gradient_sum_dtype(like, self.gradients)
+        make = GRADIENT_SUMS[self.memory]
+        return make(*where, dtype)
 
     def place_parameters(self, key: BucketKey, parameters: Parameters, replicas: Axis) -> Places:
         """Places in a flat tensor that divides into equal shares."""

@@ -9,16 +9,23 @@ goes on deciding whether a gradient is the first.
 
 Standing memory is allocated once and has the same addresses in every step, as a captured graph needs. Whether a
 gradient is the first of the step is then no decision of the host: a flag per parameter on the device says so.
+
+Sums in blocks have codes and scales (block_values.py): each gradient is added to what they hold, and kernels neither
+write nor add in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moefold.kernels.optimizer.add_in_blocks import add_in_blocks
+from moefold.shard.block_values import BlockValues, FlatValues, codes_and_scales, zeros_in_blocks
+
+AddInBlocks = Callable[[Tensor, Tensor, Tensor, bool], None]  # the op
 GradientMemory = Literal["fleeting", "standing"]
 Span = tuple[int, int]  # first element and end
 Spans = Sequence[Span]
@@ -52,9 +59,14 @@ class GradientSums:
         """Memory of the flat tensor, whether it is allocated or not."""
         return self.size * self.dtype.itemsize
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory at this moment."""
+        return 0 if self.flat is None else self.flat.nbytes
+
     def release(self) -> None:
         """Forget all gradients, and free the memory unless it stays."""
-        self.reduced: Tensor | None = None  # this rank's share of the sum over ranks, once it has arrived
+        self.reduced: FlatValues | None = None  # this rank's share of the sum over ranks, once it has arrived
         self.flat = self.fixed
         if self.flat is not None:
             self.clear_gaps(self.flat)  # which a reduction may have used
@@ -133,6 +145,13 @@ class GradientSums:
         self.filled = every_number
         assert self.flat is not None
         return self.flat
+
+    def values(self) -> FlatValues:
+        """The sums as they are kept, as `whole` has them."""
+        return self.whole()
+
+    def keep(self, number: int, total: Tensor) -> None:
+        """Keep a sum that was read from its place, and may have been changed there."""
 
     @property
     def is_awaited(self) -> bool:
@@ -217,6 +236,68 @@ class StandingSums(GradientSums):
             memory.zero_()  # which a reduction may have used
         self.has_gradient.fill_(True)
         return self.standing
+
+
+class BlockSums(GradientSums):
+    """Fleeting gradient memory in blocks."""
+
+    kept: BlockValues | None = None
+
+    def __init__(
+        self, spans: Spans, size: int, device: torch.device, type: str, add: AddInBlocks = add_in_blocks
+    ):  # fmt: skip
+        self.type = type
+        self.add_in_blocks = add
+        super().__init__(spans, size, device, torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        without_memory = torch.device("meta")
+        return zeros_in_blocks(self.type, self.size, without_memory).nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.kept is None else self.kept.nbytes
+
+    def release(self) -> None:
+        super().release()
+        self.kept = None
+
+    def codes(self) -> BlockValues:
+        if self.kept is None:
+            self.kept = zeros_in_blocks(self.type, self.size, self.device)
+        return self.kept
+
+    def place(self, number: int) -> Tensor:
+        """A copy of a parameter's sum."""
+        start, end = self.spans[number]
+        return self.codes().get(start, end)
+
+    def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def running_sum(self, number: int) -> Tensor | None:
+        return None
+
+    def add(self, number: int, gradient: Tensor) -> None:
+        self.write(number, gradient, number in self.filled)
+        self.filled.add(number)
+
+    def keep(self, number: int, total: Tensor) -> None:
+        self.write(number, total, adds=False)
+
+    def write(self, number: int, values: Tensor, adds: bool) -> None:
+        codes, scales = codes_and_scales(self.codes(), slice(*self.spans[number]))
+        assert scales is not None
+        self.add_in_blocks(codes, scales, values.flatten(), adds)
+
+    def values(self) -> BlockValues:
+        return self.codes()
+
+    def whole(self) -> Tensor:
+        """A copy of the sums, for others to change."""
+        codes = self.codes()
+        return codes.get(0, len(codes))
 
 
 SumsMaker = type[GradientSums]

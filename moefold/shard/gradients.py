@@ -29,6 +29,7 @@ from moefold.kernels.quantise.payload_ops import REFERENCES, PayloadOps
 from moefold.layout.axes import World
 from moefold.layout.gradient_sink import attach_gradient_sink
 from moefold.precision.fp8_gradient_sum import reduce_scatter_fp8
+from moefold.shard.block_values import FlatValues, decoded, decoded_in_parts, whole_values
 from moefold.shard.buckets import Bucket, units_of_buckets
 from moefold.shard.gradient_sums import ParameterSum
 
@@ -66,7 +67,7 @@ class HeldMemory(NamedTuple):
     """The flat gradient memory of a bucket, and this rank's share of the sum over ranks."""
 
     flat: Tensor | None
-    reduced: Tensor | None
+    reduced: FlatValues | None
 
 
 class HeldGradients(NamedTuple):
@@ -172,7 +173,9 @@ class Gradients:
                 sums.add(place, tensor.grad)
                 tensor.grad = None
             for read_sum in self.sum_readers:
-                read_sum(name, sums.place(place))
+                total = sums.place(place)
+                read_sum(name, total)
+                sums.keep(place, total)
             self.note_gradient(number, name)
 
         return accumulate_gradient
@@ -195,8 +198,10 @@ class Gradients:
             if self.missing[number] > 0:
                 return
             bucket = self.buckets[number]
-            allocate = bucket.sums.memory_for_reduction
-            reduction = self.reduce(bucket.gradients, bucket.replicas, allocate)
+            reduction = NOTHING_TO_AWAIT
+            if not bucket.replicas.is_alone:
+                allocate = bucket.sums.memory_for_reduction
+                reduction = self.reduce(bucket.gradients, bucket.replicas, allocate)
             self.reductions.append(reduction)
             self.after_reduction(bucket)
 
@@ -217,14 +222,17 @@ class Gradients:
         """Wait for the sums of a unit over all ranks."""
         for number, bucket in enumerate(self.buckets):
             if bucket.unit == unit:
-                reduction = self.reductions[number]
-                arrived = reduction.arrived()
-                total = self.sum_over_copies(bucket, arrived)
+                total = bucket.sums.values()
+                if not bucket.replicas.is_alone:
+                    total = self.reductions[number].arrived()
+                total = self.sum_over_copies(bucket, total)
                 bucket.sums.reduced = total
 
-    def sum_over_copies(self, bucket: Bucket, reduced: Tensor) -> Tensor:
+    def sum_over_copies(self, bucket: Bucket, reduced: FlatValues) -> FlatValues:
         """The sum of a reduced share over the ranks that hold the same share, in this pipeline stage and in others."""
-        total = all_reduce_no_grad(reduced, bucket.copies)
+        if bucket.copies.is_alone and not bucket.holders:
+            return reduced
+        total = all_reduce_no_grad(decoded(reduced), bucket.copies)
         pipe = self.world.axis("pipe")
         return sum_over_members(total, bucket.holders, pipe)
 
@@ -240,9 +248,7 @@ class Gradients:
         """Memory of gradients at this moment."""
         held = 0
         for bucket in self.buckets:
-            flat = bucket.sums.flat
-            if flat is not None:
-                held += flat.nbytes
+            held += bucket.sums.held_bytes
         return held
 
     def divide_by(self, tokens: Tensor) -> None:
@@ -285,10 +291,9 @@ class Gradients:
     def gradient_shares(self) -> Iterator[Tensor]:
         """This rank's share of the gradient in each bucket, as copies."""
         for bucket in self.buckets:
-            total = bucket.reduced_gradient_share
-            wide = torch.promote_types(total.dtype, torch.float32)
+            total = whole_values(bucket.reduced_gradient_share)
             scale = self.scales[bucket.unit]
-            yield total.to(wide) * scale
+            yield total * scale
 
     def note_moved(self, units: UnitNames | None = None) -> None:
         """Remember which parameters have a non-zero gradient in this rank's shares, of some units or of all. Waits for
@@ -313,8 +318,14 @@ class Gradients:
         squares = device_number(0.0, self.world.device)
         shares: list[Tensor] = []
         for bucket in self.buckets:
-            if self.counts_in_norm(bucket, units):
-                shares.append(bucket.reduced_gradient_share)
+            if not self.counts_in_norm(bucket, units):
+                continue
+            share = bucket.reduced_gradient_share
+            if isinstance(share, Tensor):
+                shares.append(share)
+                continue
+            for part in decoded_in_parts(share):
+                self.add_squares(squares, part)
         self.add_squares(squares, *shares)
         everyone = self.world.everyone
         total = all_reduce_no_grad(squares, everyone)

@@ -21,6 +21,7 @@ from moefold.kernels.quantise.payload_ops import REFERENCES, PayloadOps
 from moefold.layout.axes import World
 from moefold.layout.deferred_wgrad import OPEN_QUEUES
 from moefold.observe.trace import SpanRecorder
+from moefold.shard.block_values import decoded
 from moefold.shard.buckets import Bucket
 from moefold.shard.gradients import Gradients
 
@@ -102,10 +103,11 @@ class UnitGradients(Gradients):
             arrived = reduction.arrived()
             if self.spans.recording:
                 self.spans.add_span(bucket.unit, "reductions", begun)
-            if bucket.sums.reduced is None:
+            total = bucket.sums.reduced
+            if total is None:
                 bucket.sums.reduced = arrived
             else:
-                bucket.sums.reduced += arrived
+                decoded(total).add_(arrived)
         self.under_way = []
 
     def bytes(self) -> int:

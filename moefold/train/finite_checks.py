@@ -28,6 +28,7 @@ from moefold.layout.held_share import held_share_of, held_values_of
 from moefold.layout.weight_copies import keeps_values
 from moefold.model.steps import Carry, Step, StepRewrite, Steps, inside_recompute
 from moefold.optim.optimizer import MAIN_KIND, StatePiece
+from moefold.shard.block_values import decoded
 from moefold.shard.storage import ShardedWeights
 from moefold.train.assemble import Run
 
@@ -371,7 +372,7 @@ class FiniteChecks:
         for bucket in self.run.gradients.buckets:
             share = bucket.reduced_gradient_share
             for piece in bucket.pieces():
-                part = share[piece.window]
+                part = decoded(share[piece.window])
                 element = first_bad(part)
                 if element is not None:
                     value = name_of_value(part, element)

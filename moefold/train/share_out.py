@@ -20,6 +20,7 @@ from moefold.comm.host_objects import union_of_sets
 from moefold.config.errors import UserError
 from moefold.config.run import Config, OptimConfig
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.optimizer.add_in_blocks import add_in_blocks
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.quantise.payload_ops import payload_ops
 from moefold.layout.axes import World
@@ -72,7 +73,8 @@ def share_out_model(
         return share_out_units(config, model, world, groups, kernels, spans, weights)
     unit = block_of_parameter if has_units(config.optim) else None
     fp8 = fp8_storage(config, model, kernels)
-    buckets = configured_filler(config, model, world, groups)(unit=unit, fp8=fp8)
+    fill = configured_filler(config, model, world, groups)
+    buckets = fill(unit=unit, fp8=fp8, add_in_blocks=kernels[add_in_blocks])
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what parameters had before they moved into buckets
     payloads = payload_ops(kernels)

@@ -241,7 +241,7 @@ MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
 IN_EXCHANGES = {"multiply_arrivals", "return_products"}  # which no run uses
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 RARE |= {"token_losses", "decode_moment", "cached_attention"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS | BASE_OPS
-RARE |= IN_EXCHANGES
+RARE |= IN_EXCHANGES | {"add_in_blocks"}
 USED = set(CATALOG) - RARE
 PREFERENCES = ["--data.source", "files", "--data.files", "a.jsonl", "--data.format", "preferences"]
 PREFERENCES += ["--data.attend", "document", "--data.packing", "best_fit"]
@@ -260,6 +260,8 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     clipped = ["--optim.rule", "muon", "--optim.qk_clip", "100", "--model.attention.qk_norm", "none"]
     assert set(explained("tiny", *clipped)["kernels"]) == (USED | MUON) - {"norm_rope", "rmsnorm"}
     assert set(explained("tiny", "--optim.second_moment", "int8")["kernels"]) == USED | {"decode_moment"}
+    in_blocks = ["--train.precision", "bf16", "--optim.gradients", "int8"]
+    assert set(explained("tiny", *in_blocks)["kernels"]) == USED | {"add_in_blocks"}
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "ring")
     assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")

@@ -206,8 +206,16 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--optim.when=backward --optim.clip_by=previous --parallel.pp=2", 2, "optim.when = backward"),
         ("--optim.clip_by=unit --parallel.pp=2", 2, "optim.clip_by = unit"),
     ],
-    "bf16 gradients are of one microbatch": [
-        ("--optim.gradients=bf16 --train.global_batch=8 --train.micro_batch=4", 1, "train.micro_batch = 4")
+    "sums of gradients tell a microbatch's apart": [
+        ("--optim.gradients=bf16 --train.global_batch=8 --train.micro_batch=4", 1, "train.micro_batch = 4"),
+        ("--optim.gradients=int8 --train.global_batch=66 --train.micro_batch=2", 1, "32 in int8"),
+    ],
+    "gradients in blocks are AdamW's": [
+        ("--optim.gradients=int8 --optim.rule=muon", 1, "optim.gradients = int8"),
+    ],
+    "gradients in blocks have a place of their own": [
+        ("--optim.gradients=fp16 --shard.mode=zero3 --optim.gradient_reduce=bf16", 2, "shard.mode = zero3"),
+        ("--optim.gradients=fp16 --optim.states=host --optim.update=host", 1, "optim.update = host"),
     ],
     "bf16 gradients are sent as bf16 or fp8": [
         ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_reduce = fp32")

@@ -785,7 +785,7 @@ def plain_expert_mlp(source, gate_up, down, weight, index, slots, offsets, holes
 
 
 def plain_adamw(w, g, m, v, weights, scale, scalars, options):
-    (step, lr, *_), (beta1, beta2, eps, decay, _) = scalars, options
+    (step, lr, *_), (beta1, beta2, eps, decay, *_) = scalars, options
     given, g = g, [scale * a for a in g]
     m = [beta1 * a + (1 - beta1) * b for a, b in zip(m, g, strict=True)]
     v = [beta2 * a + (1 - beta2) * b * b for a, b in zip(v, g, strict=True)]
@@ -850,6 +850,13 @@ def plain_decode_moment(values, codes, scales, is_second):
     levels = 255 if is_second else 127
     decoded = [math.copysign((c / levels) ** 4, c) * scales[i // 128] for i, c in enumerate(codes)]
     return [x * x for x in decoded] if is_second else decoded, scales
+
+
+def plain_add_in_blocks(codes, scales, x, adds):
+    """Scales; codes are integers."""
+    held, _ = plain_decode_moment(None, codes, scales, False)
+    total = [a + b * adds for a, b in zip(x, held, strict=True)]
+    return [max(map(abs, total[i : i + 128])) for i in range(0, len(total), 128)], x
 
 
 def plain_largest_logit(q, k, scale, window, begins, ahead):

@@ -212,8 +212,12 @@ def test_bf16_main_weights_rounded_to_nearest_stay_where_steps_are_small(rule: s
 # ---- replicas and checkpoints
 
 
+def kernels_of(main: str, gradients: str = "fp32", force: tuple[str, ...] = ()) -> BoundKernels:
+    return BoundKernels(Facts("cpu", "bf16", hidden=16, ffn=16, main=main, gradients=gradients), force)
+
+
 def make_on(world: World, main: str) -> tuple[list[Bucket], Optimizer, Publisher]:
-    kernels = BoundKernels(Facts("cpu", "bf16", hidden=16, ffn=16, main=main))
+    kernels = kernels_of(main)
     with default_dtype(torch.bfloat16):
         model = transformer(MODEL, LENGTH, kernels, world)
     initialise_parameters(model, seed=1)

@@ -10,8 +10,9 @@ import torch
 
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_sum
+from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
 from moefold.shard.buckets import fill_buckets
-from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientSums, StandingSums
+from moefold.shard.gradient_sums import GRADIENT_SUMS, BlockSums, GradientSums, StandingSums
 from moefold.shard.gradients import GRADIENT_REDUCTIONS, Gradients
 from tests.shard.test_gradients import make
 from tests.support.ranks import run_ranks
@@ -110,6 +111,59 @@ def test_bf16_gradients_take_two_bytes_and_no_memory_between_steps():
     assert all(bucket.gradients.dtype == torch.bfloat16 for bucket in buckets)
     gradients.begin()
     assert all(bucket.sums.flat is None for bucket in buckets)
+
+
+BLOCK_TYPES = {"fp16": (2, 1e-3), "fp8": (1, 0.07), "int8": (1, 0.035)}  # bytes of a code, error of large values
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_sums_in_blocks_are_those_of_fp32_within_the_types_resolution(name: str, dirty: None):
+    size, bound = BLOCK_TYPES[name]
+    spans = [(0, 300), (384, 500), (512, 600)]
+    made, exact = (
+        BlockSums(spans, 640, torch.device("cpu"), name),
+        GradientSums(spans, 640, torch.device("cpu"), torch.float32),
+    )
+    for number, seed in ((0, 1), (2, 2), (0, 3), (0, 4)):
+        start, end = spans[number]
+        gradient = torch.randn(end - start, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        made.add(number, gradient)
+        exact.add(number, gradient)
+        assert made.lend_gradient_memory(number, torch.float32) is None
+        assert made.running_sum(number) is None
+    found, right = made.whole(), exact.whole()
+    largest = right.view(-1, 128).abs().amax(1).repeat_interleave(128)
+    assert ((found - right).abs() <= 2 * bound * largest).all()
+    assert not found[384:512].any()
+    assert torch.equal(made.place(0), found[:300])
+    assert made.nbytes == made.held_bytes == size * 640 + 4 * 5
+    made.keep(2, torch.full((88,), math.nan))
+    assert made.place(2).isnan().all()
+    assert torch.equal(made.place(0), found[:300])
+    made.release()
+    assert made.held_bytes == 0
+    assert not made.whole().any()
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_steps_of_gradients_in_blocks_have_a_norm_near_fp32_and_the_bytes_of_the_plan(name: str):
+    tokens = torch.arange(24).view(4, 6) % 16
+    norms: list[float] = []
+    for kept in ("fp32", name):
+        model = make("bf16")
+        buckets = fill_buckets(model, single_rank_world(), gradients=kept)
+        gradients = Gradients(buckets, single_rank_world())
+        gradients.begin()
+        for row in tokens.split(2):
+            model(row, row).cross_entropy.backward()
+        gradients.finish(torch.tensor(24))
+        gradients.note_moved()
+        norms.append(gradients.norm().item())
+        assert "head.weight" in gradients.moved
+        elements = sum(len(bucket.weights) for bucket in buckets)
+        assert gradients.bytes() == gradients.held_bytes() == STATE_ELEMENT_BYTES[kept] * elements
+    right, found = norms
+    assert found == pytest.approx(right, rel=0.01)
 
 
 class AddsItself(torch.autograd.Function):

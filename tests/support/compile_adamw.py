@@ -27,7 +27,8 @@ BLOCKS = {"BLOCKS": optimizer_triton.BLOCKS_PER_PROGRAM, "BLOCK": STATE_BLOCK}
 
 
 def modes(split: bool = False, copy: bool = False, stochastic: bool = False) -> dict[str, Any]:
-    return {"SPLIT": split, "COPY": copy, "STOCHASTIC": stochastic, "STOCHASTIC_MAIN": True, "main_scales": None}
+    without_blocks = {"main_scales": None, "gradient_scales": None}
+    return {"SPLIT": split, "COPY": copy, "STOCHASTIC": stochastic, "STOCHASTIC_MAIN": True} | without_blocks
 
 
 def update_kernels() -> Iterator[tuple[str, str]]:
@@ -42,9 +43,13 @@ def update_kernels() -> Iterator[tuple[str, str]]:
     fp8 = TYPES | {"mean": "*fp8e4nv", "square": "*fp8e4nv"}
     yield "fp8 moments, no main weights", compile_for_hopper(tiles, fp8, modes() | BLOCKS, WARPS)
     for name, dtype in {"int8": "*i8", "fp8": "*fp8e4nv", "fp16": "*fp16"}.items():
-        types = TYPES | {"main": dtype, "main_scales": "*fp32"}
-        constants = {key: value for key, value in modes(copy=True).items() if key != "main_scales"}
-        yield f"{name} main weights", compile_for_hopper(tiles, types, constants | BLOCKS, WARPS)
+        scales = {"main_scales": "*fp32", "gradient_scales": "*fp32"}
+        types = TYPES | scales | {"main": dtype, "gradient": dtype}
+        constants = {key: value for key, value in modes(copy=True).items() if key not in scales}
+        yield f"{name} main weights and gradients", compile_for_hopper(tiles, types, constants | BLOCKS, WARPS)
+        types |= {"codes": dtype, "scales": "*fp32", "x": "*bf16"}
+        sums = optimizer_triton.add_in_blocks_kernel
+        yield f"{name} sums", compile_for_hopper(sums, types, BLOCKS | {"ADDS": True}, WARPS)
     decode = optimizer_triton.decode_moment_kernel
     types = TYPES | {"values": "*fp32", "codes": "*u8", "scales": "*fp32"}
     yield "decoded moment", compile_for_hopper(decode, types, BLOCKS | {"SECOND": True}, WARPS)

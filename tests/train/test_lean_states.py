@@ -38,7 +38,16 @@ BLOCK_MAIN = ["--train.precision", "bf16", "--optim.main", "fp16", "--optim.mome
 ON_HOST = ["--optim.states", "host", "--optim.moments", "bf16"]
 
 
-KEPT = {"lean": LEAN, "host": ON_HOST, "muon": [*ON_HOST, "--optim.rule", "muon"], "main in blocks": BLOCK_MAIN}
+BLOCK_GRADIENTS = ["--train.precision", "bf16", "--optim.gradients", "int8", "--train.micro_batch", "2"]
+
+
+KEPT = {
+    "lean": LEAN,
+    "host": ON_HOST,
+    "muon": [*ON_HOST, "--optim.rule", "muon"],
+    "main in blocks": BLOCK_MAIN,
+    "gradients in blocks": BLOCK_GRADIENTS,
+}
 
 
 @pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
@@ -72,6 +81,20 @@ def test_a_checkpoint_is_taken_up_with_other_types(before: list[str], after: lis
     found = metrics(out)[-1]["loss"]
     expected = metrics(same)[-1]["loss"]
     assert found == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("gradients", ["fp16", "fp8", "int8"])
+def test_losses_of_gradients_in_blocks_are_near_those_of_fp32(gradients: str, tmp_path: Path):
+    """Accumulated over four microbatches, and summed over two ranks."""
+    two = ["--nproc", "2", "--optim.gradient_reduce", "bf16", "--train.micro_batch", "1"]
+    losses: list[list[float]] = []
+    for name, kept in (("exact", "fp32"), ("blocks", gradients)):
+        options = [*PLAIN_BF16, "--optim.gradients", kept, "--train.sample_tokens", "0", *two]
+        out, _ = train(tmp_path, name, 8, options)
+        losses.append([line["loss"] for line in metrics(out) if "loss" in line])
+    exact, found = losses
+    assert found != exact
+    assert found == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.extended

@@ -39,6 +39,7 @@ def adamw(
     m_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     main_scales: Tensor | None = None,
+    g_scales: Tensor | None = None,
 ) -> None:
     """`main` are fp32 or better: the model's own weights, or else `weights` are the model's and get the rounded
     result. As int16, `main` is what bf16 `weights` lack of fp32 (split_fp32.py). As bf16, `main` are the model's
@@ -50,6 +51,8 @@ def adamw(
     now = scalars_on_host(scalars)
     w = whole_main_weights(main, weights, main_scales)
     # Moments: m and v themselves, unless they are kept in lower precision.
+    if g_scales is not None:
+        g = decode_blocks(g, g_scales, is_second=False)
     g = scaled_gradient(g, scale, w.dtype)
     mean = read_moment(m, m_scales, w.dtype, is_second=False)
     mean.lerp_(g, 1 - options.beta1)
@@ -212,23 +215,27 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
 
 @adamw.register_fast("triton")
 def adamw_triton(
-    main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None, main_scales=None
-) -> None:
+    main, g, m, v, weights, scale, scalars, options, first=0,
+    m_scales=None, v_scales=None, main_scales=None, g_scales=None,
+) -> None:  # fmt: skip
     from moefold.kernels.optimizer import optimizer_triton
 
-    scales = (m_scales, v_scales, main_scales)
+    scales = (m_scales, v_scales, main_scales, g_scales)
     optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options, first, *scales)
 
 
 @adamw.register_fast("fused")
 def adamw_fused(
-    main, g, m, v, weights, scale, scalars, options, first=0, m_scales=None, v_scales=None, main_scales=None
-) -> None:
+    main, g, m, v, weights, scale, scalars, options, first=0,
+    m_scales=None, v_scales=None, main_scales=None, g_scales=None,
+) -> None:  # fmt: skip
     if not isfinite(scale.item()):
         return
     now = scalars_on_host(scalars)
     w = whole_main_weights(main, weights)
     step = w.new_tensor(now.step, dtype=torch.float32)
+    if g_scales is not None:
+        g = decode_blocks(g, g_scales, is_second=False)
     gradient = scaled_in_parts(g, scale, w.dtype)
     torch._fused_adamw_(
         [w],
@@ -288,11 +295,11 @@ def cases_of_size(draw: CaseInputs, n: int, step: int) -> Cases:
         yield KernelCase(f"{about}, split", split, moments="bf16", main="split")
     low_g, _, _ = low
     numbers = (scale, scalars, options)
-    yield from cases_in_blocks(name, (weights, low_g, m, v, None, *numbers))
+    yield from cases_in_blocks(name, main, (weights, low_g, m, v, None, *numbers))
 
 
-def cases_in_blocks(name: str, inputs: tuple[Any, ...]) -> Cases:
-    """bf16 weights alone, and moments in blocks."""
+def cases_in_blocks(name: str, main: Tensor, inputs: tuple[Any, ...]) -> Cases:
+    """bf16 weights alone and moments in blocks; main weights in blocks; gradients in blocks."""
     weights, g, m, v, *numbers = inputs
     for moments in ("fp16", "fp8", "int8"):
         dtypes = block_dtypes(moments)
@@ -305,8 +312,14 @@ def cases_in_blocks(name: str, inputs: tuple[Any, ...]) -> Cases:
         inputs = (*state, *numbers, first, m_scales, v_scales)
         about = f"{name}, {moments} moments, no main weights"
         yield KernelCase(about, inputs, moments=moments, main="none")
+    _, *rest, options = numbers
+    behind = (*rest, options._replace(stochastic_main=False))
     for type in CODE_DTYPES:
         codes, scales = encode_blocks(weights, CODE_DTYPES[type][0], is_second=False)
         state = (codes, g, m.clone(), v.clone(), weights)
-        inputs = (*state, *numbers[1:], 0, None, None, scales)
+        inputs = (*state, *behind, 0, None, None, scales)
         yield KernelCase(f"{name}, {type} main weights", inputs, main=type)
+        g_codes, g_scales = encode_blocks(g, CODE_DTYPES[type][0], is_second=False)
+        state = (main, g_codes, m.clone(), v.clone(), weights)
+        inputs = (*state, *behind, 0, None, None, None, g_scales)
+        yield KernelCase(f"{name}, {type} gradients", inputs, gradients=type)

@@ -13,7 +13,7 @@ def fused_adamw_runs(facts: Facts) -> bool:
 
 def states_run(facts: Facts) -> bool:
     """Triton casts FP8 on fewer cards than it computes on."""
-    has_fp8 = "fp8" in facts.moments or facts.main == "fp8"
+    has_fp8 = "fp8" in facts.moments or "fp8" in (facts.main, facts.gradients)
     return triton_computes(facts) and (not has_fp8 or fp8_casts_run(facts))
 
 
@@ -50,6 +50,14 @@ CHOICES: Choices = {
             states_run,
             "cuda with Triton, fp32 or bf16; FP8 states from compute capability 8.9 on",
             "one pass, so that a checkpoint's copy of moments in blocks takes no time from a step",
+        ),
+    ),
+    "add_in_blocks": (
+        Choice(
+            "triton",
+            states_run,
+            "cuda with Triton, fp32 or bf16; FP8 states from compute capability 8.9 on",
+            "one pass over a gradient and the codes of the sum",
         ),
     ),
     "add_squares": (

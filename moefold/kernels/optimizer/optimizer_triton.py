@@ -262,6 +262,20 @@ def power_code(relative, random_bits, STOCHASTIC: constexpr):
 
 
 @triton.jit
+def add_in_blocks_kernel(codes, scales, x, n, ADDS: constexpr, BLOCKS: constexpr, BLOCK: constexpr):
+    """Values added to those in codes, or codes of the values."""
+    row = wide_program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    i = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = i < n
+    block = tl.where(row * BLOCK < n, row, -1)
+    total = load_fp32(x, i, there)
+    if ADDS:
+        total += load_codes(codes, scales, i, block, there, False)
+    total = tl.where(total == total, total, float("inf"))  # which a maximum keeps: the scale tells of NaN
+    store_codes(codes, scales, total, i, block, there, False)
+
+
+@triton.jit
 def update_elements(
     main,
     gradient,
@@ -283,6 +297,7 @@ def update_elements(
     mean_scales=None,
     square_scales=None,
     main_scales=None,
+    gradient_scales=None,
     block=None,
 ):
     """The update of elements i, of any shape. The betas are the new value's share. SPLIT: `main` are the lower 16 bits;
@@ -298,7 +313,11 @@ def update_elements(
     else:
         w = load_codes(main, main_scales, i, block, there, False)
     # gradient and moments
-    g = load_fp32(gradient, i, there) * factor
+    if gradient_scales is None:
+        g = load_fp32(gradient, i, there)
+    else:
+        g = load_codes(gradient, gradient_scales, i, block, there, False)
+    g *= factor
     if mean_scales is None:
         m = load_fp32(mean, i, there)
     else:
@@ -401,6 +420,7 @@ def adamw_in_blocks_kernel(
     mean_scales,
     square_scales,
     main_scales,
+    gradient_scales,
     beta1,
     beta2,
     eps,
@@ -438,6 +458,7 @@ def adamw_in_blocks_kernel(
             mean_scales,
             square_scales,
             main_scales,
+            gradient_scales,
             block,
         )
 
@@ -458,7 +479,7 @@ def sum_squares_kernel(x, parts, n, SQUARES: constexpr, BLOCK: constexpr):
 
 
 def launch_adamw(main, g, m, v, weights, scale, scalars, options, first, *scales) -> None:
-    """Weights are bf16, or None where there are none beside `main`; scales are those of m, v and main, or None. See
+    """Weights are bf16, or None where there are none beside `main`; scales are those of m, v, main and g, or None. See
     adamw.py."""
     n = len(main)
     state = (main, g, m, v, weight_bits(main, weights))
@@ -493,6 +514,13 @@ def launch_decode_moment(values: Tensor, codes: Tensor, scales: Tensor, is_secon
     programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * STATE_BLOCK)
     if programs:
         decode_moment_kernel[(programs,)](values, codes, scales, n, is_second, BLOCKS_PER_PROGRAM, STATE_BLOCK)
+
+
+def launch_add_in_blocks(codes: Tensor, scales: Tensor, x: Tensor, adds: bool) -> None:
+    n = len(x)
+    programs = triton.cdiv(n, BLOCKS_PER_PROGRAM * STATE_BLOCK)
+    if programs:
+        add_in_blocks_kernel[(programs,)](codes, scales, x, n, adds, BLOCKS_PER_PROGRAM, STATE_BLOCK)
 
 
 def launch_add_squares(total: Tensor, *flats: Tensor) -> None:

@@ -59,7 +59,8 @@ def encode_blocks(
     """The codes of a flat tensor that begins with a block. The second moment is given as it is, not as its root.
     `random_bits`: 16 for each element of signed values, which are then rounded stochastically."""
     size = len(x)
-    values = x.float()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    values = x.to(wide)
     if is_second:
         values = values.sqrt()
     padding = -size % STATE_BLOCK

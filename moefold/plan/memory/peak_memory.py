@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.anatomy.weight_units import size_of_buffers
-from moefold.config.run import Config
+from moefold.config.run import BLOCK_TYPES, Config
 from moefold.dispatch.room_sizes import arena_bytes
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.memory.base_bytes import pieces_of_rank, weight_bytes
@@ -33,7 +33,13 @@ from moefold.plan.memory.rank_stages import (
     stages_by_rank,
 )
 from moefold.plan.memory.replicas import shard_count
-from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, adapters_of_layer, resident_state
+from moefold.plan.memory.resident import (
+    STATE_ELEMENT_BYTES,
+    SUM_BYTES,
+    ResidentState,
+    adapters_of_layer,
+    resident_state,
+)
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
@@ -303,7 +309,9 @@ def optimizer_workspace(s: RunSetting, state: ResidentState) -> float:
     """Bytes of the reduced gradients that the optimizer reads."""
     if s.choices.stack != "moefold" or s.choices.sharding == "fsdp":
         return 0.0
-    return state.reduced * STATE_ELEMENT_BYTES[s.optim.gradients]
+    kept = s.optim.gradients
+    of_sum = SUM_BYTES if kept in BLOCK_TYPES else STATE_ELEMENT_BYTES[kept]
+    return state.reduced * of_sum
 
 
 def layer_count(pieces: StagePieces) -> int:

@@ -16,10 +16,11 @@ from moefold.kernels.optimizer import optimizer_triton
 from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
+from moefold.kernels.optimizer.add_in_blocks import add_in_blocks
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.optimizer.decode_moment import decode_moment
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
-from moefold.kernels.optimizer.state_blocks import CODE_DTYPES, BlockCodes, block_dtypes, encode_blocks
+from moefold.kernels.optimizer.state_blocks import CODE_DTYPES, BlockCodes, block_dtypes, decode_blocks, encode_blocks
 from moefold.kernels.quantise.fp8 import ScaleRule
 from moefold.kernels.quantise.quantise_weight import quantise_weight
 from tests.support.fp8_interpreter import convert_by_torch
@@ -140,6 +141,61 @@ def test_adamw_with_main_weights_in_few_bits_equals_the_reference(main, moments,
             continue
         off = (a.double() - b.double()).norm() / b.double().norm()
         assert off <= (1e-6 if a.dtype == torch.float32 else 2e-3), (a.dtype, off)
+
+
+@pytest.mark.parametrize("gradients", CODE_DTYPES)
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("n", [128, 2048, 5000])
+def test_adamw_with_gradients_in_blocks_equals_the_reference(gradients, moments, n, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+    scale = torch.tensor(3e-6, dtype=torch.float64, device=DEVICE)
+    runs: list[list[Any]] = []
+    for run in (in_triton, adamw.reference):
+        tensors, scales = state_in_blocks("copy", moments, moments, n)
+        tensors[1], g_scales = encode_blocks(tensors[1], CODE_DTYPES[gradients][0], is_second=False)
+        run(*tensors, scale, step_scalars(seed=5), OPTIONS, 256, *scales, None, g_scales)
+        runs.append([*tensors, *scales])
+    for a, b in zip(*runs, strict=True):
+        if a is None:
+            assert b is None
+            continue
+        off = (a.double() - b.double()).norm() / b.double().norm()
+        assert off <= (1e-6 if a.dtype == torch.float32 else 2e-3), (a.dtype, off)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("name", CODE_DTYPES)
+@pytest.mark.parametrize("n", [1, 128, 5000])
+def test_sums_in_blocks_are_those_of_the_reference(name, adds, n, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+    x = torch.randn(2, n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    runs: list[list[torch.Tensor]] = []
+    for run in ("triton", "reference"):
+        codes, scales = encode_blocks(x[0], CODE_DTYPES[name][0], is_second=False)
+        add_in_blocks.implementations[run](codes, scales, x[1].to(torch.bfloat16), adds)
+        runs.append([codes, scales])
+    for a, b in zip(*runs, strict=True):
+        off = (a.double() - b.double()).norm() / b.double().norm()
+        assert off <= (1e-6 if a.dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", CODE_DTYPES)
+@pytest.mark.parametrize("run", ["triton", "reference"])
+def test_a_block_with_a_number_that_is_not_finite_stays_not_finite(run, name, bad, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+    x = torch.ones(256, device=DEVICE)
+    codes, scales = encode_blocks(x, CODE_DTYPES[name][0], is_second=False)
+    x[5] = bad
+    for added in (x, torch.ones_like(x)):
+        add_in_blocks.implementations[run](codes, scales, added, True)
+        values = decode_blocks(codes, scales, is_second=False)
+        assert not values[5].isfinite()
+        assert not values[:128].isfinite().any()
+        assert values[128:].isfinite().all()
 
 
 def test_split_fp32_and_a_copy_give_the_same_numbers_to_the_bit():
