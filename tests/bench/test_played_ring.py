@@ -10,7 +10,6 @@ from moefold.bench.ring_blocks import BlockMask
 from moefold.kernels.attention.attention import attention
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import AttentionShape, Facts
-from moefold.model.attention import context_parallel
 
 SHAPE = AttentionShape(48, heads=2, kv_heads=1, head_dim=8, value_dim=4)
 FACTS = Facts("cpu", "fp64", attention=SHAPE)
@@ -20,10 +19,7 @@ MASKS = {"causal": BlockMask(0), "documents": BlockMask(0, 0, BEGINS), "window":
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", MASKS)
-def test_a_played_ring_has_the_gradients_of_attention_over_the_whole_sequence(
-    name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(context_parallel, "TILE", 2)  # blocks at the end of the window are cut
+def test_a_played_ring_has_the_gradients_of_attention_over_the_whole_sequence(name: str, ranks: int):
     mask, heads = MASKS[name], random_heads(SHAPE, FACTS)
     ring = PlayedRing(heads, mask, ranks, BoundKernels(FACTS))
     q, k, v = inputs = [x.clone().requires_grad_() for x in heads[:3]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 from math import log
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import Axis, World, create_world, single_rank_world
-from moefold.model.attention import context_parallel
 from moefold.model.attention.context_parallel import (
     CONTEXT_MECHANISMS,
     ContextMechanism,
@@ -123,7 +121,6 @@ def outcome(
 def errors(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
     """How far this rank is from its positions of whole attention, for every mechanism. The sinks' gradient is one
     summand on every rank; the largest logits are the largest of all ranks."""
-    context_parallel.TILE = 2  # in this process: blocks at the end of a window are cut, of few positions too
     found = {}
     everything = choose_context_mechanism("ring", BINDINGS["reference"], single_rank_world())
     whole = {name: outcome(everything, *inputs(form), form) for name, form in FORMS.items()}
@@ -209,24 +206,6 @@ def test_with_a_window_two_chunks_meet_exactly_where_some_query_sees_some_key(ra
         }
         positions = range(2 * ranks * size)
         assert met == {(q // size, k // size) for q in positions for k in positions if 0 <= q - k < window}, window
-
-
-@pytest.mark.parametrize("window", [1, 100, 129, 300, 384, 700])
-def test_blocks_at_the_end_of_a_window_have_the_positions_that_see_each_other_and_less_than_a_tile_more(window: int):
-    size, ranks = 384, 2
-    chunks = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
-    for mine, theirs in product(range(ranks), repeat=2):
-        for queries, keys, ahead in causal_chunk_pairs(mine, theirs, ranks, size, window):
-            whole = (chunks[mine][queries.start // size] - chunks[theirs][keys.start // size]) * size
-            apart = whole + torch.arange(size)[:, None] - torch.arange(size)
-            seen = (apart >= 0) & (apart < window)
-            seen_queries, seen_keys = seen.any(1).nonzero(), seen.any(0).nonzero()
-            first_key = keys.start % size
-            assert ahead == whole - first_key
-            assert 0 <= queries.stop - queries.start - 1 - int(seen_queries.max()) < 128
-            assert 0 <= int(seen_keys.min()) - first_key < 128
-            assert int(seen_keys.max()) < size
-            assert int(seen_queries.min()) == 0
 
 
 def repeats(world: World) -> dict[str, bool]:

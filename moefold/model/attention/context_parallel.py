@@ -43,7 +43,6 @@ RankBlock = tuple[int, Tensor]  # a rank, its keys and values
 EarlyAndLate = tuple[int, int]  # a number for each of a rank's two chunks
 ChunkPair = tuple[slice, slice, int]  # a chunk of queries, a chunk of keys, how far ahead the queries stand
 SeenBlock = tuple[slice, slice, int, Tensor | None]  # likewise, and the first key of each query's document
-TILE = 128  # positions that kernels work on together
 PAIRS_OF_TWO = list(product((0, 1), repeat=2))
 
 
@@ -316,9 +315,12 @@ def begins_from_chunks(begins_BS: Tensor | None, cp: Axis) -> Tensor | None:
 def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[ChunkPair]:
     """Which of my two query chunks meet which of their two key chunks, of `size` positions each, and how far ahead the
     queries stand. Zig-zag: chunk 0 of rank r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees
-    those before it, unless a window ends nearer, and part of itself. Of a chunk at the end of the window, queries and
-    keys that see each other."""
+    those before it, unless a window ends nearer, and part of itself."""
     met: list[ChunkPair] = []
+    length = 2 * size
+    early = slice(0, size)
+    late = slice(size, length)
+    places = (early, late)
     my_chunks = zigzag_chunks(mine, ranks)
     their_chunks = zigzag_chunks(theirs, ranks)
     for i, j in PAIRS_OF_TWO:
@@ -328,23 +330,11 @@ def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: in
         nearest = ahead - size + 1  # from the first query to the last key
         beyond_window = 0 < window <= nearest
         if ahead >= 0 and not beyond_window:
-            last_query, first_key = ends_of_window(ahead, size, window)
-            queries = slice(i * size, i * size + last_query)
-            keys = slice(j * size + first_key, (j + 1) * size)
-            pair = (queries, keys, ahead - first_key)
+            queries = places[i]
+            keys = places[j]
+            pair = (queries, keys, ahead)
             met.append(pair)
     return met
-
-
-def ends_of_window(ahead: int, size: int, window: int) -> tuple[int, int]:
-    """The end of those queries of a chunk that see any key of another, and the first of the keys that they see, both
-    of whole tiles."""
-    if not window:
-        return size, 0
-    last_query = size + window - 1 - ahead
-    first_key = max(0, ahead - window + 1)
-    tiles = -(-last_query // TILE)
-    return min(size, tiles * TILE), first_key // TILE * TILE
 
 
 def blocks_seen(q: Tensor, begins_Bs: Tensor | None, theirs: int, setting: RingSetting) -> Iterator[SeenBlock]:
@@ -358,7 +348,7 @@ def blocks_seen(q: Tensor, begins_Bs: Tensor | None, theirs: int, setting: RingS
             continue
         from_queries = begins_Bs[:, queries]
         from_keys = from_queries + ahead
-        if may_reach(from_keys, keys.stop - keys.start):
+        if may_reach(from_keys, size):
             yield queries, keys, ahead, from_keys.clamp(min=0)
 
 
