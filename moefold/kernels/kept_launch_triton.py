@@ -5,7 +5,7 @@ Triton compiles a kernel for the types of its arguments, for integers that are 1
 multiples of 16 bytes. What is bound does not change, so a launch knows what is compiled by the device, and by the types
 and the alignments of the tensors that it is told. Others go through Triton. The interpreter compiles nothing.
 
-A call of Triton's own asks all arguments for what it is compiled for, and makes a record of the launch for hooks of
+Triton's own call inspects every argument to find the compiled form, and makes a record of the launch for the hooks of
 Triton's profilers, which do not see kept launches.
 """
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 ALIGNMENT = 16  # bytes of an address, that Triton compiles for
-MOST_KEPT = 256  # launches of a kernel: sizes that change in every step take no memory
 NO_HOOKS = (None, None, None)  # the record of a launch, and what is called before and behind it
 
 # without Python's frames: a forward asks some thirty tensors

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-MOST_KEPT = 256  # things of some rooms: sizes that change in every step take no memory
+MOST_FOR_SIZES = 256  # that are kept: sizes that change in every step take no memory
 
 
 class PeerRooms(list[Tensor]):
-    """A room of each rank, the same as others only if it is the same object. `kept`: what was made for them."""
+    """A room of each rank, the same as others only if it is the same object. `kept`: what was made for them, which
+    graphs may read; `for_sizes`: likewise for sizes of a step."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
     __eq__ = object.__eq__
@@ -21,16 +22,24 @@ class PeerRooms(list[Tensor]):
     def __init__(self, rooms: Iterable[Tensor]):
         super().__init__(rooms)
         self.kept: dict[Hashable, Any] = {}
+        self.for_sizes: dict[Hashable, Any] = {}
 
     def keep(self, make: Callable[..., T], *given: Hashable) -> T:
         """`make(self, *given)`, made once."""
+        return self.find_or_make(self.kept, make, given)
+
+    def keep_for_sizes(self, make: Callable[..., T], *sizes: Hashable) -> T:
+        """The same for a bounded number of sizes."""
+        if len(self.for_sizes) >= MOST_FOR_SIZES:
+            self.for_sizes.clear()
+        return self.find_or_make(self.for_sizes, make, sizes)
+
+    def find_or_make(self, kept: dict[Hashable, Any], make: Callable[..., T], given: tuple[Hashable, ...]) -> T:
         key = (make, *given)
-        found = self.kept.get(key)
+        found = kept.get(key)
         if found is None:
-            if len(self.kept) >= MOST_KEPT:
-                self.kept.clear()
             found = make(self, *given)
-            self.kept[key] = found
+            kept[key] = found
         return found
 
 

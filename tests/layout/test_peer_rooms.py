@@ -30,6 +30,8 @@ def test_rooms_with_the_same_tensors_are_others():
 
 def test_requests_that_change_in_every_step_take_no_memory():
     rooms = PeerRooms([torch.zeros(2, 2)])
-    for width in range(1, 2 * peer_rooms.MOST_KEPT):
-        rooms.keep(sizes_in, width)
-    assert 0 < len(rooms.kept) <= peer_rooms.MOST_KEPT
+    stays = rooms.keep(sizes_in, 2)
+    for width in range(1, 2 * peer_rooms.MOST_FOR_SIZES):
+        rooms.keep_for_sizes(sizes_in, width)
+    assert 0 < len(rooms.for_sizes) <= peer_rooms.MOST_FOR_SIZES
+    assert rooms.keep(sizes_in, 2) is stays, "a graph may read it"

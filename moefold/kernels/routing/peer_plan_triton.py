@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS, columns_of_counts
-from moefold.kernels.kept_launch_triton import MOST_KEPT, BoundArguments, KeptLaunch
+from moefold.kernels.kept_launch_triton import BoundArguments, KeptLaunch
 from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
 from moefold.kernels.routing.exchange_tail import ExchangeTail
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room
@@ -38,7 +38,7 @@ from moefold.kernels.tile_triton import (
     tile_pointers,
     wide_program_id,
 )
-from moefold.layout.peer_rooms import PeerRooms, as_peer_rooms
+from moefold.layout.peer_rooms import MOST_FOR_SIZES, PeerRooms, as_peer_rooms
 
 COUNTS = 8192  # of experts, that are loaded at a time
 FILLED = 1024  # entries that are filled at a time
@@ -524,12 +524,12 @@ def launch_announce_choices(
     """`numbers`: this sender, and the room that it keeps."""
     positions, weights, counts = map(as_peer_rooms, rooms)
     tokens, experts = ids_TK.shape[0], position_E.shape[0]
-    launch = positions.keep(bind_announce, weights, counts, numbers, tokens, experts, tail)
+    launch = positions.keep_for_sizes(bind_announce, weights, counts, numbers, tokens, experts, tail)
     launch(ids_TK.contiguous(), weights_TK.contiguous(), position_E)
     note_given(tail)
 
 
-@lru_cache(maxsize=MOST_KEPT)
+@lru_cache(maxsize=MOST_FOR_SIZES)
 def bind_arrange(sizes: PlanSizes, shape: ArrivalShape, watches: bool) -> KeptLaunch:
     senders, most, k, blocks, columns = sizes
     ranks = senders // shape.etp

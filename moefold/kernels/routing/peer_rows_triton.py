@@ -215,7 +215,7 @@ def launch_push_peer_rows(
     tail: ExchangeTail | None = None,
 ) -> None:
     is_chosen = room_s is not None
-    launch = as_peer_rooms(rooms).keep(bind_push, x_TD.shape[0], turn, is_chosen, tail)
+    launch = as_peer_rooms(rooms).keep_for_sizes(bind_push, x_TD.shape[0], turn, is_chosen, tail)
     launch(x_TD.contiguous(), slots_Ts, room_s if is_chosen else slots_Ts)
     note_given(tail)
 
@@ -246,7 +246,7 @@ def launch_sum_rows_into(
     n, k = slots_NK.shape
     if not n:
         return
-    launch = as_peer_rooms(rooms).keep(bind_sum_into, rank, n, k, wide_type(y_RD.dtype), tail)
+    launch = as_peer_rooms(rooms).keep_for_sizes(bind_sum_into, rank, n, k, wide_type(y_RD.dtype), tail)
     launch(y_RD.contiguous(), slots_NK.contiguous())
     note_given(tail)
 
@@ -265,7 +265,7 @@ def launch_sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
     like = rooms[0]
     out_TD = like.new_empty(tokens, like.shape[1])
     if tokens:
-        launch = as_peer_rooms(rooms).keep(bind_sum, tokens)
+        launch = as_peer_rooms(rooms).keep_for_sizes(bind_sum, tokens)
         launch(slots_Ts, out_TD)
     return out_TD
 
