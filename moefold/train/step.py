@@ -191,7 +191,8 @@ def take_device_part(run: Run, batch: Batch) -> StepOutputs:
     graph = run.graph
     if graph is None or run.is_observed:
         return compute_step(run, batch)
-    run.before_update()  # nothing waits inside of a graph
+    run.before_update()  # nothing waits inside of a graph, nor for what was begun outside of it
+    run.parameters.await_all_buckets()
     if graph.captures_next(batch):
         prepare_capture(run)
     outputs, replayed = graph.take_step(batch, partial(compute_whole_step, run))

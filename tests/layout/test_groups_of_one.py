@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ from moefold.comm.ring_shift import RingShift
 from moefold.config.run import Config, ParallelConfig
 from moefold.dispatch import build
 from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.memory.graphs import StepGraph
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import assemble_run
 from moefold.train.parity import random_corpus, trace_run
 from moefold.train.step import take_next_step
-from tests.memory.test_graphs import figures
+from tests.memory.test_graphs import as_graph, figures
 from tests.memory.test_recompute import differing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -129,6 +131,28 @@ def test_a_run_whose_exchanges_go_to_itself_has_the_bits_of_a_run_without(
     if config.parallel.dispatcher != "auto":
         monkeypatch.setattr(build, "choose_dispatcher", dispatcher_asked_for)
     assert differing(trace_run(config, world, 2), alone) == []
+
+
+@pytest.mark.parametrize("world", ["cpu"], indirect=True)
+def test_no_gather_is_under_way_when_a_graph_begins_also_behind_eager_steps(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps that record FP8 operands are eager, and leave gathers to the modules that wait for them."""
+    words = [*SIZES, "--precision.recipe", "fp8_block", "--observe.fp8_every", "3", "--train.steps", "12"]
+    config = resolve_recipe("tiny", words, 1)
+    run = assemble_run(config, world, Path("."), random_corpus(config))
+    as_graph(run, warm_up=1)
+    take_step, under_way = StepGraph.take_step, []
+
+    def note_and_take(graph: StepGraph, *step: Any) -> Any:
+        under_way.append(list(run.parameters.under_way))  # pyright: ignore[reportAttributeAccessIssue]
+        return take_step(graph, *step)
+
+    monkeypatch.setattr(StepGraph, "take_step", note_and_take)
+    for _ in range(8):
+        take_next_step(run)
+    assert 4 <= len(under_way) < 8, "some steps are eager"
+    assert not any(under_way)
 
 
 @pytest.mark.gpu
