@@ -240,8 +240,8 @@ def whole_graph_records_no_routing(c: ConfigOnRanks) -> bool:
 @MEMORY_RULES.rule(
     "a whole graph finds stored weights in their places",
     (GRAPHS, "precision.storage", "precision.recipe", "precision.recipes", "optim.rule", "optim.groups"),
-    why="weights stored in FP8 stay in their places only where AdamW writes blocks of 128 x 128: with other scales or "
-    "another rule they are made anew elsewhere",
+    why="weights stored in FP8 stay in their places only where AdamW writes blocks of 128 x 128 on one replica: with "
+    "other scales, another rule or dp above 1 they are made anew elsewhere",
     fix="set precision.storage to plain",
 )
 def whole_graph_finds_stored_weights(c: ConfigOnRanks) -> bool:
@@ -249,7 +249,7 @@ def whole_graph_finds_stored_weights(c: ConfigOnRanks) -> bool:
         return True
     recipes = [spec for spec in recipes_in_use(c) if spec.format == "fp8"]
     has_blocks = all(spec.weight == "block" for spec in recipes)
-    return has_blocks and updates_by_adamw(c)
+    return c.dp == 1 and has_blocks and updates_by_adamw(c)
 
 
 def updates_by_adamw(c: ConfigOnRanks) -> bool:

@@ -75,7 +75,7 @@ from moefold.train.run_vocabulary import keep_vocabulary
 from moefold.train.spike_log import SpikeLog
 from moefold.train.step import StepReport, sequences_of_step, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
-from moefold.train.step_times import StepTimer, TimesRecorder, open_times_recorder
+from moefold.train.step_times import StepTimer, TimesRecorder, open_times_recorder, timed_steps
 from moefold.watch.guard import RankGuard
 from moefold.watch.position import enter_step, slow_phase, training_phase
 from moefold.watch.stop_requests import StopRequest, StopRequests, signals_as_requests
@@ -549,7 +549,7 @@ class TrainingLoop:
         self.saver = saver
         self.memory = memory
         self.in_flight: StepInFlight | None = None  # begun and not recorded yet
-        self.timer = StepTimer(run.world, run.config.observe.times_every)
+        self.timer = StepTimer(run.world, timed_steps(run.config))
         self.say: Printer = recorder.progress.print_message
         self.has_told_of_tape = False
 

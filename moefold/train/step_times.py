@@ -16,6 +16,7 @@ from typing import Any
 
 from moefold.comm.blocked_times import TimedStep, timed_step
 from moefold.comm.link_probe import probe_links
+from moefold.config.run import Config
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer
 from moefold.observe.rank_times import TIMES_FILE, SlowPlace, StragglerJudge, TimesLog, split_times
@@ -24,6 +25,12 @@ from moefold.train.assemble import Run
 from moefold.watch.position import slow_phase
 
 MICROSECONDS = 1_000_000
+
+
+def timed_steps(config: Config) -> int:
+    """Steps of a window, by configuration; 0: none is timed, as where a graph replays them, of which no part has a
+    time."""
+    return 0 if config.memory.graphs == "whole" else config.observe.times_every
 
 
 class StepTimer:
@@ -102,7 +109,7 @@ def open_times_recorder(run: Run, last_kept: int, say: Printer) -> TimesRecorder
     observe = run.config.observe
     slow_rank = observe.slow_rank
     world = run.world
-    if world.size == 1 or not observe.times_every:
+    if world.size == 1 or not timed_steps(run.config):
         return None
     log = None if world.rank else TimesLog(run.out / TIMES_FILE, last_kept)
     return TimesRecorder(world, log, slow_rank, say)

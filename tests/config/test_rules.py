@@ -360,6 +360,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
             1,
             "optim.rule = muon",
         ),
+        ("--memory.graphs=whole --precision.storage=fp8 --precision.recipe=fp8_block", 2, "on one replica"),
     ],
     "precision recipes can be read": [
         ("--precision.recipes=*.attention.*", 1, "precision.recipes = *.attention.*: expected a pattern, a colon"),
