@@ -18,7 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.kernels.quantise.fp8 import E5M2, Fp8Format, ScaleRule, in_blocks, largest_magnitude, scale_from_amax
+from moefold.kernels.quantise.fp8 import (
+    E5M2,
+    Fp8Format,
+    Quantised,
+    ScaleRule,
+    in_blocks,
+    largest_magnitude,
+    scale_from_amax,
+)
 from moefold.kernels.quantise.quantise_tiles import CASE_WIDTHS, QuantisedTiles, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.row_tiles import CASE_SOURCES, RowTiles, cases_of_tiles, pad_to_tiles
 from moefold.kernels.quantise.wide_scales import (
@@ -28,6 +36,8 @@ from moefold.kernels.quantise.wide_scales import (
     scales_of_tiles,
 )
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
+
+Copy = Quantised | None  # if it was wanted
 
 
 class DelayedScales(NamedTuple):
@@ -101,7 +111,8 @@ def quantise_delayed_triton(
     """Tiles that are not in use are not written: theirs are undefined."""
     from moefold.kernels.quantise.delayed_tiles_triton import TRITON_KERNEL, launch_quantise_delayed
 
-    return launch_quantise_delayed(TRITON_KERNEL, source_ND, tiles, rule, scales, rows, columns, index_R)
+    made = launch_quantise_delayed(TRITON_KERNEL, source_ND, tiles, rule, scales, rows, columns, index_R)
+    return named_tiles(*made)
 
 
 @quantise_delayed.register_fast("gluon")
@@ -118,7 +129,13 @@ def quantise_delayed_gluon(
     from moefold.kernels.quantise.delayed_tiles_triton import launch_quantise_delayed
     from moefold.kernels.quantise.quantise_tiles_launch import GLUON_DELAYED_KERNEL
 
-    return launch_quantise_delayed(GLUON_DELAYED_KERNEL, source_ND, tiles, rule, scales, rows, columns, index_R)
+    made = launch_quantise_delayed(GLUON_DELAYED_KERNEL, source_ND, tiles, rule, scales, rows, columns, index_R)
+    return named_tiles(*made)
+
+
+def named_tiles(copies: tuple[Copy, Copy], maxima_MD: Tensor, saturated_1: Tensor) -> DelayedTiles:
+    """What a launch gave: copies along rows and along columns, and the rest."""
+    return DelayedTiles(QuantisedTiles(*copies), maxima_MD, saturated_1)
 
 
 @register_in_place_op

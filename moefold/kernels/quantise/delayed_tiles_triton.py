@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.quantise.delayed_tiles import DelayedScales, DelayedTiles
-from moefold.kernels.quantise.fp8 import BLOCK, ScaleRule
+from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
 from moefold.kernels.quantise.fp8_triton import load_scales, magnitude_bits, magnitude_of_bits
-from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
 from moefold.kernels.quantise.quantise_tiles_triton import ROOM, named_copies, store_column_copy, store_row_copy
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.kernels.quantise.tiles_triton import load_tile_index
@@ -133,6 +131,9 @@ class DelayedKernel(NamedTuple):
     options: dict[str, int]
 
 
+Copy = Quantised | None
+MadeTiles = tuple[tuple[Copy, Copy], Tensor, Tensor]  # copies along rows and columns, maxima, saturated values
+
 TRITON_KERNEL = DelayedKernel(quantise_delayed_kernel, ROOM | {"BLOCK": BLOCK})
 
 
@@ -141,16 +142,17 @@ def launch_quantise_delayed(
     source_ND: Tensor,
     tiles: RowTiles,
     rule: ScaleRule,
-    scales: DelayedScales,
+    scales: tuple[Tensor, Tensor],
     rows: bool,
     columns: bool,
     index_R: Tensor | None,
-) -> DelayedTiles:
-    """Of tiles that are not in use, nothing is written."""
+) -> MadeTiles:
+    """Of tiles that are not in use, nothing is written. `scales`: those of rows, and of columns."""
     tile_count = len(tiles.tiles_M4)
     d = source_ND.shape[1]
     padded = tiles.padded_rows
-    channels = scales.columns_EC.shape[1]
+    _, columns_EC = scales
+    channels = columns_EC.shape[1]
     # room for what is made
     make = source_ND.new_empty
     dtype = rule.format.dtype
@@ -169,7 +171,7 @@ def launch_quantise_delayed(
     launch = kernel.quantise[tile_count, triton.cdiv(d, BLOCK)]
     launch(*given, *made, d, channels, *constants, **kernel.options)
     copies = named_copies(*by_row, *by_column)
-    return DelayedTiles(QuantisedTiles(*copies), maxima_MD, saturated_1)
+    return copies, maxima_MD, saturated_1
 
 
 def launch_note_maxima(maxima_MD: Tensor, tiles: RowTiles, experts_E: Tensor, channels_ED: Tensor | None) -> None:
