@@ -418,6 +418,12 @@ class DispatchOptions(DeviceOptions):
             require_positive("ranks", ranks)
             if self.experts % ranks:
                 raise UserError(f"--experts {self.experts} is no multiple of --ranks {ranks}; such as 128 and 4")
+            held = self.experts // ranks
+            if self.top_k > held:
+                raise UserError(
+                    f"--top-k {self.top_k} is above the {held} experts of each of {ranks} ranks, with which one rank "
+                    "of as many rows is compared; such as 8 and 32"
+                )
         for hidden in self.hidden:
             require_positive("hidden", hidden)
 
