@@ -202,7 +202,7 @@ class AllReduce(torch.autograd.Function):
 
 
 def bind_collective(collective: Collective, axis: Axis) -> BoundCollective:
-    """A collective over one axis, for a module to hold; the identity where the axis has one rank."""
+    """A collective over one axis, for a module to hold; the identity where this rank is alone."""
     if axis.is_alone:
         return nn.Identity()
     return partial(collective, axis=axis)

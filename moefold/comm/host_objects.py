@@ -1,4 +1,4 @@
-"""Objects of the host sent between ranks, pickled by torch. On an axis of one rank nothing is sent.
+"""Objects of the host sent between ranks, pickled by torch. Where a rank is alone nothing is sent.
 
     broadcast_object   the first rank's object, on every rank
     first_object       the object of the first rank that has one, on every rank
