@@ -727,10 +727,11 @@ def plain_push_peer_rows(x, slots, rooms, turn, chosen=None):
     return [x, *rooms]
 
 
-def plain_sum_rows_into(y, slots, room):
+def plain_sum_rows_into(y, slots, rooms, rank):
+    room = rooms[rank]
     for n, line in enumerate(slots):
         room[n] = [sum(y[slot][c] for slot in line if slot >= 0) for c in range(len(room[n]))]
-    return [y, room]
+    return [y, *rooms]
 
 
 def plain_sum_peer_rows(rooms, slots):

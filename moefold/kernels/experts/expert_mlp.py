@@ -37,8 +37,7 @@ from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.linear.few_rows import has_few_rows
 from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
-from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
-from moefold.kernels.routing.gathered_rows import take_gradient_ungathered
+from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows, take_gradient_ungathered
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
 from moefold.layout.rerun import RERUN

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op, seeded_randn
-from moefold.kernels.routing.gathered_rows import GatheredRows, RowLinks, RowMovement, takes_gradient_ungathered
+from moefold.kernels.routing.gathered_rows import GatheredRows, RowLinks, RowMovement
 
 ArrangedRows = tuple[Tensor, Tensor, Tensor, Tensor]  # index_R, slots_NK, weight_R, ends_E
 
@@ -169,6 +169,15 @@ class RowMove(NamedTuple):
 
 def move_rows(x: Tensor, rows: RowLinks, move: RowMove) -> Tensor:
     return MoveRowsFunction.apply(x, *rows, move)  # pyright: ignore[reportReturnType]
+
+
+def take_gradient_ungathered(y_RD: Tensor) -> None:
+    """Declare that the backward of the op that made y_RD reads the source of gathered rows."""
+    y_RD.takes_ungathered = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def takes_gradient_ungathered(y_RD: Tensor) -> bool:
+    return getattr(y_RD, "takes_ungathered", False)
 
 
 def sum_or_gather_later(y_RD: Tensor, rows: RowLinks, move: RowMove) -> Tensor:

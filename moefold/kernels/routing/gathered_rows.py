@@ -2,7 +2,7 @@
 
 The backward of `sum_rows` gathers each token's gradient to all of its rows. An op that quantises needs no such copy: it
 quantises a token once and gathers bytes, or gathers while it reads. An op whose outputs are summed asks for it
-(`take_gradient_ungathered`); to all others the gradient is a plain tensor.
+(`take_gradient_ungathered` of expert_rows.py); to all others the gradient is a plain tensor.
 
 N source rows, R rows, D width.
 """
@@ -54,15 +54,6 @@ class GatheredRows(Tensor):
         inputs = (args, kwargs or {})
         plain_args, plain_kwargs = tree_map_only(GatheredRows, GatheredRows.gathered, inputs)
         return func(*plain_args, **plain_kwargs)
-
-
-def take_gradient_ungathered(y_RD: Tensor) -> None:
-    """Declare that the backward of the op that made y_RD reads the source of gathered rows."""
-    y_RD.takes_ungathered = True  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def takes_gradient_ungathered(y_RD: Tensor) -> bool:
-    return getattr(y_RD, "takes_ungathered", False)
 
 
 def source_of_rows(x_RD: Tensor) -> tuple[Tensor, Tensor | None]:

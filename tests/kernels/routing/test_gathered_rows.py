@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.routing.expert_rows import PLAIN_GATHER, gather_rows, shuffled_rows, sum_rows
-from moefold.kernels.routing.gathered_rows import (
-    GatheredRows,
-    RowLinks,
-    source_of_rows,
+from moefold.kernels.routing.expert_rows import (
+    PLAIN_GATHER,
+    gather_rows,
+    shuffled_rows,
+    sum_rows,
     take_gradient_ungathered,
 )
+from moefold.kernels.routing.gathered_rows import GatheredRows, RowLinks, source_of_rows
 
 
 def numbers(rows: int) -> Tensor:
