@@ -57,6 +57,7 @@ def run_command(argv: Sequence[str]) -> int:
 
     from moefold.train.parity import ROUTINGS, played_node_size, shrink_config  # torch, from here on
 
+    shrink_config(config, ranks)  # degrees that do not fit the ranks are refused before a mechanism is chosen for them
     chosen = with_expected_context(config, ranks, ranks)
     small = shrink_config(chosen, ranks)
     if options.trace:  # this process is one of the ranks

@@ -30,6 +30,13 @@ def test_a_layout_that_agrees_is_called_equal_with_exit_code_0():
     assert done.stdout.splitlines()[-1] == "equal"
 
 
+def test_degrees_that_do_not_fit_the_ranks_are_refused_before_a_mechanism_is_chosen_for_them():
+    dynamic = ["--parallel.context_sizes", "dynamic", "--data.attend", "document", "--data.packing", "best_fit"]
+    done = parity(Path(moefold.__file__).parents[1], "--parallel.tp", "4", "--parallel.pp", "2", *dynamic)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "parallel.tp x cp x pp = 8 does not divide the number of ranks, 4" in done.stderr
+
+
 SHARDED = ["--shard.mode", "zero3", "--shard.sync", "hierarchical"]
 SHARES = {
     "zero3": ["--shard.mode", "zero3", "--parallel.ep", "2"],
