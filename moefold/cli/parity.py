@@ -53,10 +53,16 @@ def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
     ranks = check_rank_count(options.world)
     in_precision = [*overrides, "--train.precision", options.precision]
-    config = resolve_recipe(options.recipe, in_precision, None)
+    given = resolve_recipe(options.recipe, in_precision, None)
 
-    from moefold.train.parity import ROUTINGS, played_node_size, shrink_config  # torch, from here on
+    from moefold.train.parity import (  # torch, from here on
+        ROUTINGS,
+        played_node_size,
+        shrink_config,
+        with_plain_base,
+    )
 
+    config = with_plain_base(given)
     shrink_config(config, ranks)  # degrees that do not fit the ranks are refused before a mechanism is chosen for them
     chosen = with_expected_context(config, ranks, ranks)
     small = shrink_config(chosen, ranks)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,8 +167,12 @@ def refuse_other_vocabulary(options: TrainOptions, config: Config) -> None:
 
 
 def default_run_folder(config: Config) -> Path:
+    """A folder that is not there yet: runs that begin in the same second are numbered."""
     now = time.strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{config.name}-{now}"
+    first = Path("runs") / f"{config.name}-{now}"
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    folders = chain([first], others)
+    return next(folder for folder in folders if not folder.exists())
 
 
 def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> int:

@@ -87,12 +87,17 @@ def shrink_config(config: Config, world: int) -> Config:
         data=shrink_data(config),
         train=shrink_training(config, world),
         optim=comparable_optimizer(config.optim),
-        lora=replace(config.lora, base="plain"),  # blocks of 64 and more values do not fit small matrices
         pipeline=replace(config.pipeline, layout=""),  # the user's layout is for other numbers of layers
         precision=PrecisionConfig(),
         memory=regions_in_all_layers(config.memory),
     )
     return check_config(small, world)
+
+
+def with_plain_base(config: Config) -> Config:
+    """Adapters beside weights as they are: blocks of 64 and more values do not fit small matrices."""
+    plain = replace(config.lora, base="plain")
+    return replace(config, lora=plain)
 
 
 def regions_in_all_layers(memory: MemoryConfig) -> MemoryConfig:

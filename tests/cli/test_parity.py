@@ -4,6 +4,7 @@ itself is run on it."""
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import moefold
+from tests.support.fuzz_runs import judge_parity
 
 LAYOUT = ["--parallel.tp", "2", "--parallel.ep", "4", "--parallel.dispatcher", "dedup"]
 
@@ -38,35 +40,21 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused_before_a_mechanism_is_cho
 
 
 SHARDED = ["--shard.mode", "zero3", "--shard.sync", "hierarchical"]
-SHARES = {
-    "zero3": ["--shard.mode", "zero3", "--parallel.ep", "2"],
-    "copies": ["--shard.mode", "zero3", "--shard.replicas", "2"],
-    "two levels": SHARDED,
+WAYS = {
+    "zero3": ["--shard.mode=zero3", "--parallel.ep=2"],
+    "copies": ["--shard.mode=zero3", "--shard.replicas=2"],
+    "two levels": ["--shard.mode=zero3", "--shard.sync=hierarchical"],
+    "Muon on the host": ["--optim.rule=muon", "--optim.states=host", "--parallel.tp=2"],
+    "in backward": ["--optim.when=backward", "--optim.clip_by=previous", "--shard.replicas=2"],
+    "on the host": ["--optim.states=host", "--optim.update=host", "--shard.mode=zero3"],
 }
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("shares", SHARES)
-def test_shares_of_any_kind_are_called_equal(shares: str):
-    done = parity(Path(moefold.__file__).parents[1], *SHARES[shares])
-    assert done.returncode == 0, done.stdout + done.stderr
-    nodes = "nodes of 2" if shares == "two levels" else "nodes of 4"
-    assert f"4 CPU ranks in {nodes}, a small model; whatever is set, states" in done.stdout
-
-
-UPDATES = {
-    "Muon on the host": ["--optim.rule", "muon", "--optim.states", "host", "--parallel.tp", "2"],
-    "in backward": ["--optim.when", "backward", "--optim.clip_by", "previous", "--shard.replicas", "2"],
-    "on the host": ["--optim.states", "host", "--optim.update", "host", "--shard.mode", "zero3"],
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("updates", UPDATES)
-def test_updates_of_any_kind_are_called_equal(updates: str):
-    done = parity(Path(moefold.__file__).parents[1], *UPDATES[updates])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "equal"
+@pytest.mark.parametrize("way", WAYS)
+def test_shares_and_updates_of_any_kind_agree_with_one_rank(way: str):
+    words = list(WAYS[way])
+    assert judge_parity("tiny", words, 4, random.Random(way)) is None
+    assert words == WAYS[way], "none is refused"
 
 
 BUGS = {
@@ -112,4 +100,5 @@ def test_a_planted_bug_is_named_with_exit_code_1(tmp_path: Path, bug: str):
     done = parity(tmp_path, *(SHARDED if bug == LEVELS_BUG else LAYOUT))
     assert done.returncode == 1, done.stdout + done.stderr
     assert named in done.stdout
+    assert f"4 CPU ranks in nodes of {2 if bug == LEVELS_BUG else 4}, a small model" in done.stdout
     assert done.stdout.splitlines()[-1] == "NOT equal"

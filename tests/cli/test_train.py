@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moefold.cli.train import default_run_folder
 from moefold.layout.environment import Rendezvous
 from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.recipe import resolve_recipe
@@ -76,3 +77,15 @@ def test_host_memory_without_room_for_whole_files_is_refused_with_figures(large:
         assert code == 2
         assert "does not fit" not in said
         assert "no file" in said
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = resolve_recipe("tiny")
+    folders: list[str] = []
+    for _ in range(300):  # within a second or two
+        folder = default_run_folder(config)
+        folder.mkdir(parents=True)
+        folders.append(folder.name)
+    assert len(set(folders)) == 300
+    assert any(re.fullmatch(r"tiny-\d{8}-\d{6}-2", name) for name in folders)

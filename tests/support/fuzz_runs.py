@@ -39,6 +39,7 @@ from moefold.train.parity import (
     shrink_config,
     single_rank_config,
     trace_run,
+    with_plain_base,
 )
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, corpus, numbers
@@ -335,7 +336,8 @@ def until_legal(words: list[str], read: Callable[[list[str]], Config], chance: r
 
 def judge_parity(recipe: str, words: list[str], ranks: int, chance: random.Random) -> str | None:
     def read(words: list[str]) -> Config:
-        config = resolve_recipe(recipe, [*words, "--train.precision", "fp64"], None)
+        given = resolve_recipe(recipe, [*words, "--train.precision", "fp64"], None)
+        config = with_plain_base(given)
         shrink_config(config, ranks)
         return shrink_config(with_expected_context(config, ranks, ranks), ranks)
 
