@@ -18,7 +18,6 @@ import tyro
 
 from moefold.config.run import Config
 from moefold.layout.spawn import run_local_ranks
-from moefold.plan.time.run_context import with_expected_context
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
@@ -53,19 +52,11 @@ def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
     ranks = check_rank_count(options.world)
     in_precision = [*overrides, "--train.precision", options.precision]
-    given = resolve_recipe(options.recipe, in_precision, None)
+    config = resolve_recipe(options.recipe, in_precision, None)
 
-    from moefold.train.parity import (  # torch, from here on
-        ROUTINGS,
-        played_node_size,
-        shrink_config,
-        with_plain_base,
-    )
+    from moefold.train.parity import ROUTINGS, comparable_config, played_node_size  # torch, from here on
 
-    config = with_plain_base(given)
-    shrink_config(config, ranks)  # degrees that do not fit the ranks are refused before a mechanism is chosen for them
-    chosen = with_expected_context(config, ranks, ranks)
-    small = shrink_config(chosen, ranks)
+    small = comparable_config(config, ranks)
     if options.trace:  # this process is one of the ranks
         write_rank_traces(small, options, options.trace)
         return 0

@@ -45,6 +45,7 @@ from moefold.data.corpus import Corpus
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import ExpertLoad, LayerLoads
+from moefold.plan.time.run_context import with_expected_context
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.step import take_next_step
 
@@ -94,10 +95,14 @@ def shrink_config(config: Config, world: int) -> Config:
     return check_config(small, world)
 
 
-def with_plain_base(config: Config) -> Config:
-    """Adapters beside weights as they are: blocks of 64 and more values do not fit small matrices."""
-    plain = replace(config.lora, base="plain")
-    return replace(config, lora=plain)
+def comparable_config(config: Config, ranks: int) -> Config:
+    """What is run to compare a layout with one rank: the mechanisms of its run, at small sizes. Adapters have weights
+    as they are beside them: blocks of 64 and more values do not fit small matrices."""
+    plain_base = replace(config.lora, base="plain")
+    plain = replace(config, lora=plain_base)
+    shrink_config(plain, ranks)  # degrees that do not fit the ranks are refused before a mechanism is chosen for them
+    chosen = with_expected_context(plain, ranks, ranks)
+    return shrink_config(chosen, ranks)
 
 
 def regions_in_all_layers(memory: MemoryConfig) -> MemoryConfig:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import (
     E5M2,
+    Copies,
     Fp8Format,
-    Quantised,
     ScaleRule,
     in_blocks,
     largest_magnitude,
@@ -36,8 +36,6 @@ from moefold.kernels.quantise.wide_scales import (
     scales_of_tiles,
 )
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
-
-Copy = Quantised | None  # if it was wanted
 
 
 class DelayedScales(NamedTuple):
@@ -133,7 +131,7 @@ def quantise_delayed_gluon(
     return named_tiles(*made)
 
 
-def named_tiles(copies: tuple[Copy, Copy], maxima_MD: Tensor, saturated_1: Tensor) -> DelayedTiles:
+def named_tiles(copies: Copies, maxima_MD: Tensor, saturated_1: Tensor) -> DelayedTiles:
     """What a launch gave: copies along rows and along columns, and the rest."""
     return DelayedTiles(QuantisedTiles(*copies), maxima_MD, saturated_1)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
+from moefold.kernels.quantise.fp8 import BLOCK, Copies, ScaleRule
 from moefold.kernels.quantise.fp8_triton import load_scales, magnitude_bits, magnitude_of_bits
 from moefold.kernels.quantise.quantise_tiles_triton import ROOM, named_copies, store_column_copy, store_row_copy
 from moefold.kernels.quantise.row_tiles import RowTiles
@@ -131,8 +131,7 @@ class DelayedKernel(NamedTuple):
     options: dict[str, int]
 
 
-Copy = Quantised | None
-MadeTiles = tuple[tuple[Copy, Copy], Tensor, Tensor]  # copies along rows and columns, maxima, saturated values
+MadeTiles = tuple[Copies, Tensor, Tensor]  # copies along rows and columns, maxima, saturated values
 
 TRITON_KERNEL = DelayedKernel(quantise_delayed_kernel, ROOM | {"BLOCK": BLOCK})
 

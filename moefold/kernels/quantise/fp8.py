@@ -49,6 +49,7 @@ class Quantised(NamedTuple):
     scales: Tensor
 
 
+Copies = tuple[Quantised | None, Quantised | None]  # along rows and along columns, those that were wanted
 Layouts = tuple[Tensor, Tensor]  # of weights: (E, N, D) and (E, D, N)
 Dims = int | tuple[int, ...]
 SQUARE: Dims = (-3, -1)  # the dims of a square's values, as `in_squares` has them

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
+from moefold.kernels.quantise.fp8 import BLOCK, Copies, Quantised, ScaleRule
 from moefold.kernels.quantise.fp8_triton import (
     load_scales,
     magnitude_bits,
@@ -160,7 +160,7 @@ def launch_quantise_tiles(
     rows: Scales,
     columns: Scales,
     index_R: Tensor | None,
-) -> tuple[Quantised | None, Quantised | None]:
+) -> Copies:
     """Of tiles that are not in use, nothing is written."""
     tile_count = len(tiles.tiles_M4)
     d = source_ND.shape[1]
@@ -186,7 +186,7 @@ def named_copies(
     row_scales: Tensor | None,
     values_MDB: Tensor | None,
     column_scales: Tensor | None,
-) -> tuple[Quantised | None, Quantised | None]:
+) -> Copies:
     """Along rows and along columns, where there are values."""
     by_row = by_column = None
     if values_PD is not None and row_scales is not None:
