@@ -1,9 +1,9 @@
 """The third table of `moefold bench attention`: whole rings of 2 to 4 ranks, played by one process.
 
 The blocks of all ranks are computed one after the other on one device, as ranks compute them: chunks in zig-zag order,
-blocks that no query sees left out, each merged into earlier ones. Nothing is sent. The time is that of all blocks,
-forward and backward, by their kernels on a GPU and by the clock on a CPU; the rate counts pairs of a query and a key
-that it sees, and is compared with that of attention over the whole sequence with the same mask.
+blocks that no query sees left out, each merged into earlier ones and its gradients added. Nothing is sent. The time is
+that of all blocks, forward and backward, by their kernels on a GPU and by the clock on a CPU; the rate counts pairs of
+a query and a key that it sees, and is compared with that of attention over the whole sequence with the same mask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moefold.bench.machine import cuda_capability
 from moefold.bench.report import Row, add_number_columns, report_table
 from moefold.bench.ring_blocks import MEAN_DOCUMENT, BlockMask, document_begins
 from moefold.kernels.attention.attention import attention
-from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
+from moefold.kernels.attention.ring_block import attention_block, attention_block_backward
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import AttentionShape, Facts
 from moefold.layout.axes import Axis
@@ -122,55 +122,55 @@ class PlayedRing:
 
     def forward(self, shares: list[Heads], rank: int) -> Outcome:
         attend = self.kernels[attention_block]
-        merge_block = self.kernels[merge_attention_block]
         q, _, v, _ = shares[rank]
         wide = torch.promote_types(q.dtype, torch.float32)
         by_head = q.shape[:-1]
         value_width = v.shape[-1]
         shape = (*by_head, value_width)
-        out = q.new_zeros(shape, dtype=wide)
+        out = q.new_empty(shape, dtype=wide)
         lse = log_sums_before_keys(q, None, wide)
         for block in self.blocks(shares, rank):
             mine = block.mine
-            q_part = q[:, mine]
             keys, values = keys_and_values(shares, block)
-            mask = self.mask_of(block)
-            part = attend(q_part, keys, values, self.scale, *mask)
             out_part = out[:, mine]
             lse_part = lse[..., mine]
-            merge_block(out_part, lse_part, *part)
-        return Outcome(out, lse)
+            q_part = q[:, mine]
+            setting = self.setting_of(block)
+            attend(out_part, lse_part, q_part, keys, values, self.scale, *setting)
+        y = out.to(q.dtype)
+        return Outcome(y, lse)
 
-    def mask_of(self, block: OwnedBlock) -> BlockMask:
-        window = self.mask.window
-        return BlockMask(block.ahead, window, block.begins)
+    def setting_of(self, block: OwnedBlock) -> tuple[int, int, Tensor | None, bool]:
+        """How far ahead, the window, begins of documents, and whether the block is fresh."""
+        ahead = block.ahead
+        return ahead, self.mask.window, block.begins, ahead == 0
 
     def backward(self, shares: list[Heads], outcomes: list[Outcome]) -> list[Gradients]:
         """Sums are in fp32, as those that travel."""
-        block_gradients = self.kernels[attention_block_backward]
-        wide = outcomes[0].y.dtype
-        sums = [zero_gradients(share, wide) for share in shares]
+        add_gradients = self.kernels[attention_block_backward]
+        wide = outcomes[0].lse.dtype
+        sums = [gradient_sums(share, wide) for share in shares]
         for rank, (y, lse) in enumerate(outcomes):
             q, _, _, dy = shares[rank]
             dq, _, _ = sums[rank]
-            by_value = dy.to(wide) * y
-            by_position = by_value.sum(-1)
-            delta = by_position.transpose(1, 2)
+            delta = torch.empty_like(lse)
             for block in self.blocks(shares, rank):
                 mine = block.mine
+                _, dk, dv = sums[block.owner]
+                theirs = block.theirs
+                dq_part = dq[:, mine]
+                dk_part = dk[:, theirs]
+                dv_part = dv[:, theirs]
+                delta_part = delta[..., mine]
+                of_block = (dq_part, dk_part, dv_part, delta_part)
                 dy_part = dy[:, mine]
                 q_part = q[:, mine]
                 keys, values = keys_and_values(shares, block)
                 heads = (dy_part, q_part, keys, values)
+                y_part = y[:, mine]
                 lse_part = lse[..., mine]
-                delta_part = delta[..., mine]
-                mask = self.mask_of(block)
-                parts = block_gradients(*heads, lse_part, delta_part, self.scale, *mask)
-                dq_part, dk_part, dv_part = parts
-                _, dk, dv = sums[block.owner]
-                dq[:, mine] += dq_part
-                dk[:, block.theirs] += dk_part
-                dv[:, block.theirs] += dv_part
+                setting = self.setting_of(block)
+                add_gradients(*of_block, *heads, y_part, lse_part, self.scale, *setting)
         return sums
 
 
@@ -181,8 +181,9 @@ def keys_and_values(shares: list[Heads], block: OwnedBlock) -> tuple[Tensor, Ten
     return keys, values
 
 
-def zero_gradients(share: Heads, dtype: torch.dtype) -> Gradients:
-    dq = torch.zeros_like(share.q, dtype=dtype)
+def gradient_sums(share: Heads, dtype: torch.dtype) -> Gradients:
+    """Empty memory for that of queries, which the first block of each chunk writes, and zeros."""
+    dq = torch.empty_like(share.q, dtype=dtype)
     dk = torch.zeros_like(share.k, dtype=dtype)
     dv = torch.zeros_like(share.v, dtype=dtype)
     return dq, dk, dv

@@ -1,7 +1,7 @@
 """The second table of `moefold bench attention`: blocks of ring attention beside attention over whole sequences.
 
-A block is timed with its merge into earlier blocks, forward and backward. Its rate is compared with that of whole
-sequences of as many positions, by the kernels that repeat to the bit.
+A block, which is not the first, is timed with its merge into earlier blocks, forward and backward. Its rate is compared
+with that of whole sequences of as many positions, by the kernels that repeat to the bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moefold.bench.report import Row, report_table
 from moefold.kernels.attention.autotune import forward_and_backward, median_milliseconds, random_inputs
 from moefold.kernels.attention.choices import BLOCK_CHOICES
 from moefold.kernels.attention.masked import first_visible_key
-from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
+from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, begins_among_keys
 from moefold.kernels.facts import AttentionShape, Facts
 from moefold.layout.dtypes import DTYPES
 
@@ -35,7 +35,7 @@ class BlockInputs(NamedTuple):
 
 
 class BlockMask(NamedTuple):
-    """How far queries stand ahead of keys, the window, and where documents begin."""
+    """How far queries stand ahead of keys, the window, and where documents begin, counted from the first query."""
 
     ahead: int
     window: int = 0
@@ -43,7 +43,8 @@ class BlockMask(NamedTuple):
 
     def visible_share(self, q_BSHD: Tensor) -> float:
         """Pairs of a query and a key that it sees, over all pairs of a block."""
-        first_BS = first_visible_key(q_BSHD, *self)
+        begins_BS = begins_among_keys(self.begins_BS, self.ahead)
+        first_BS = first_visible_key(q_BSHD, self.ahead, self.window, begins_BS)
         queries = q_BSHD.shape[1]
         keys = queries
         own_S = torch.arange(queries, device=q_BSHD.device) + self.ahead
@@ -107,22 +108,19 @@ def rows_of_kernel(kernel: str, inputs: BlockInputs, masks: dict[str, BlockMask]
 def block_milliseconds(kernel: str, inputs: BlockInputs, mask: BlockMask) -> float:
     q, k, v, dy = inputs
     attend = attention_block.implementations[kernel]
-    attend_backward = attention_block_backward.implementations[kernel]
-    merge = merge_attention_block.implementations["triton"]
+    add_gradients = attention_block_backward.implementations[kernel]
     scale = q.shape[-1] ** -0.5
-    result, lse = attend(q, k, v, scale, *mask)
-    out = result.float()
-    products = dy.float() * out
-    delta = products.sum(-1).transpose(1, 2)
-    delta = delta.contiguous()
-    merged_lse = lse.clone()
+    out = dy.float()
+    b, s, h, _ = q.shape
+    lse = q.new_zeros(b, h, s, dtype=torch.float32)
+    delta = torch.zeros_like(lse)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
 
-    def forward_merge_backward() -> None:
-        part, part_lse = attend(q, k, v, scale, *mask)
-        merge(out, merged_lse, part, part_lse)
-        attend_backward(dy, q, k, v, lse, delta, scale, *mask)
+    def both_passes() -> None:
+        attend(out, lse, q, k, v, scale, *mask, fresh=False)
+        add_gradients(dq, dk, dv, delta, dy, q, k, v, dy, lse, scale, *mask, fresh=False)
 
-    return median_milliseconds(forward_merge_backward)
+    return median_milliseconds(both_passes)
 
 
 def flops_of_all_pairs(batch: int) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from moefold.comm.byte_counters import counted_bytes_sent
-from moefold.config.run import AttentionConfig, ModelConfig, ParallelConfig
+from moefold.config.run import AttentionConfig, Config, ModelConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world
@@ -16,6 +16,7 @@ from moefold.model.block import ATTENTION_KINDS
 from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts
 from moefold.model.token_layout import TokenShard
+from moefold.train.assemble import make_tp_projections
 from tests.support.models import attend
 from tests.support.ranks import run_ranks
 
@@ -33,7 +34,8 @@ def sent(world: World, model: ModelConfig, parallel: ParallelConfig) -> Counter[
     world = create_world(world.rank, world.size, world.device, parallel, node_size=NODE)
     kernels = BoundKernels(Facts("cpu", "fp32", hidden=HIDDEN))
     context = choose_context_mechanism(parallel.context, kernels, world)
-    made = ModelParts(world, kernels, None, {world.cp.size: context}, LENGTH)  # pyright: ignore
+    over_tp = make_tp_projections(Config(), world, kernels)
+    made = ModelParts(world, kernels, None, {world.cp.size: context}, over_tp, LENGTH)  # pyright: ignore
     attention = ATTENTION_KINDS[model.attention.kind](model, 0, made)
     initialise_parameters(attention, seed=1)
     share = TokenShard(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))

@@ -1,6 +1,7 @@
 """Launches of attention's backward on Hopper. Imported only where Triton is.
 
-B sequences, S positions, H query heads, G key/value heads, D head width; blocks of 128 positions, tiles of 64.
+B sequences, S positions, H query heads, G key/value heads, D head width, V width of a value head; blocks of 128
+positions, tiles of 64.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -8,7 +9,7 @@ B sequences, S positions, H query heads, G key/value heads, D head width; blocks
 
 from __future__ import annotations
 
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +18,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.attention.backward_hopper import attention_dkdv_hopper, attention_dq_hopper
-from moefold.kernels.attention.chunked_backward import KeySide, QuerySide, backward_in_chunks
+from moefold.kernels.attention.backward_parts import BackwardPlan, Part, plan_backward, unit_rounds
 from moefold.kernels.attention.heads_triton import (
     empty_gradients,
     load_delta,
@@ -26,19 +27,42 @@ from moefold.kernels.attention.heads_triton import (
     program_head,
     row_dots,
 )
-from moefold.kernels.attention.workspace import (
-    HOPPER_HEAD_WIDTHS,
-    ChunkPlan,
-    kv_heads_at_once,
-    plan_chunks,
-    score_gradient_rows,
-)
+from moefold.kernels.attention.workspace import BYTES_PER_SCORE, HOPPER_WIDTHS, ceil_div
 from moefold.kernels.hopper import block_descriptor
 from moefold.kernels.tile_triton import numbers_from, program_block, wide_program_id
 
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
-STAGES = dict(zip(HOPPER_HEAD_WIDTHS, (4, 3), strict=True))  # pipeline stages, by head width
 PROGRAMS_PER_BAND = 256  # about two for each multiprocessor, a long one and a short one
+WIDEST_BLOCK = 128  # columns of queries or keys in one block; further columns are a second one
+
+
+class KeyTiles(NamedTuple):
+    """Options of the kernel for dK and dV: stages in flight, and a consumer's buffers of dS^T."""
+
+    STAGES: int
+    TURNS: int
+
+
+class QueryTiles(NamedTuple):
+    """Options of the kernel for dQ: stages in flight, keys of a stage, and consumers, which have 128 queries each."""
+
+    STAGES: int
+    KEYS: int = 64
+    CONSUMERS: int = 1
+
+
+class HeadTiles(NamedTuple):
+    """Options of both kernels."""
+
+    of_keys: KeyTiles
+    of_queries: QueryTiles
+
+
+TILES = {  # by widths of heads and of their values
+    (64, 64): HeadTiles(KeyTiles(4, 2), QueryTiles(4)),
+    (128, 128): HeadTiles(KeyTiles(3, 2), QueryTiles(3)),
+    (192, 128): HeadTiles(KeyTiles(2, 2), QueryTiles(4, 64, 2)),
+}
 
 
 @triton.jit
@@ -74,13 +98,13 @@ def attention_statistics(
     tl.store(here + 64, -delta_M)
 
 
-def hopper_backward_applies(q: Tensor, k: Tensor, scale: float, causal: bool = True) -> bool:
+def hopper_backward_applies(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> bool:
     """Whether the Hopper kernels can run here; wherever measured, they were faster than Triton's."""
-    return hopper_supports(q, scale) and scores_fit(q, k, causal)
+    return hopper_supports(q, v, scale) and hopper_plan(q, k, v, causal) is not None
 
 
-def hopper_supports(q: Tensor, scale: float) -> bool:
-    d = q.shape[-1]
+def hopper_supports(q: Tensor, v: Tensor, scale: float) -> bool:
+    widths = head_widths(q, v)
     if not q.is_cuda:
         return False
     major, _ = torch.cuda.get_device_capability(q.device)
@@ -88,53 +112,29 @@ def hopper_supports(q: Tensor, scale: float) -> bool:
         return False
     if not q.numel() or scale <= 0:
         return False
-    return d in HOPPER_HEAD_WIDTHS and q.dtype in HOPPER_DTYPES
+    return widths in HOPPER_WIDTHS and q.dtype in HOPPER_DTYPES
 
 
-def scores_fit(q: Tensor, k: Tensor, causal: bool) -> bool:
-    """Whether the gradients of the scores of some head fit."""
+def head_widths(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """Those of queries and keys, and of values."""
+    return q.shape[-1], v.shape[-1]
+
+
+def hopper_plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> BackwardPlan | None:
     b, s, h, _ = q.shape
     g = k.shape[2]
-    units = b * g
-    group = h // g
-    return kv_heads_at_once(s, units, group, causal) > 0
-
-
-def hopper_chunks(q: Tensor, k: Tensor, scale: float) -> ChunkPlan | None:
-    """Chunks of which some head fits, where no head of the whole sequence does; None where the kernels cannot run."""
-    if not hopper_supports(q, scale):
-        return None
-    _, s, h, d = q.shape
-    g = k.shape[2]
-    return plan_chunks(s, g, h // g, d)
-
-
-def launch_hopper_chunks(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse_BHS: Tensor,
-    delta_BHS: Tensor,
-    scale: float,
-    plan: ChunkPlan,
-    causal: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a sequence of which no head's scores fit, by pairs of chunks."""
-    queries = QuerySide(dy, q, lse_BHS, delta_BHS)
-    keys = KeySide(k, v)
-    pair_backward = partial(hopper_block_backward, scale)
-    return backward_in_chunks(pair_backward, queries, keys, plan, causal)
+    widths = head_widths(q, v)
+    return plan_backward(s, b * g, h // g, *widths, causal)
 
 
 def hopper_block_backward(
-    scale: float,
     dy: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lse_BHS: Tensor,
     delta_BHS: Tensor,
+    scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a square block, of which the log-sum-exp over all keys and delta are known."""
@@ -152,45 +152,134 @@ def launch_hopper_backward(
     causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of square attention, causal or over all keys; all tensors but `softmax_statistics` are
-    (B, S, heads, D)."""
-    b, s, h, d = q.shape
-    g = k.shape[2]
-    group = h // g
-    all_units = b * g
-    blocks = triton.cdiv(s, 128)
+    (B, S, heads, width)."""
+    plan = hopper_plan(q, k, v, causal)
+    assert plan is not None, "not even 128 queries of one head fit"
     dq, dk, dv = empty_gradients(q, k, v)
-    # Workspace for dS^T of as many units as fit at once.
-    together = kv_heads_at_once(s, all_units, group, causal)
-    rows_of_head = score_gradient_rows(s, causal)
-    rows = together * group * rows_of_head
-    workspace = q.new_empty(rows, 64)
-    # Descriptors of all tensors.
-    ds = block_descriptor(workspace, 64, 64)
-    q_desc = head_descriptor(q, d)
-    k_desc = head_descriptor(k, d)
-    v_desc = head_descriptor(v, d)
-    dy_desc = head_descriptor(dy, d)
-    dk_desc = head_descriptor(dk, d)
-    dv_desc = head_descriptor(dv, d)
-    dq_desc = head_descriptor(dq, 64)
-    inputs = (q_desc, k_desc, v_desc, dy_desc)
-    outputs = (dk_desc, dv_desc, ds, statistics)
-    # Rounds of so many units.
-    band = triton.cdiv(PROGRAMS_PER_BAND, blocks)
-    tiles = 2 * blocks
-    sizes = (tiles, h, group, band, scale)
-    stages = STAGES[d]
-    options = {"D": d, "STAGES": stages, "CAUSAL": causal, "num_warps": 4}
-    for unit in range(0, all_units, together):
-        units_left = all_units - unit
-        units = min(together, units_left)
-        launch = attention_dkdv_hopper[units * blocks,]
-        launch(*inputs, *outputs, unit, units, *sizes, **options)
-        # Half the registers, so that two programs share a multiprocessor.
-        heads = units * group
-        launch = attention_dq_hopper[heads * blocks,]
-        launch(k_desc, ds, dq_desc, unit, heads, *sizes, **options, maxnreg=128)
+    _, s, h, d = q.shape
+    workspace = empty_workspace(plan, q)
+    # Descriptors of all tensors for both kernels.
+    widths = head_widths(q, v)
+    tiles = TILES[widths]
+    flat_k = flat_heads(k)
+    inputs = (flat_heads(q), flat_k, flat_heads(v), flat_heads(dy))
+    outputs = (flat_heads(dk), flat_heads(dv), workspace.scores)
+    key_descriptors = descriptors_for_keys(*inputs, *outputs, *widths)
+    query_descriptors = descriptors_for_queries(flat_k, workspace.scores, flat_heads(dq), d, tiles.of_queries.KEYS)
+    key_options, query_options = kernel_options(*widths, causal)
+    # Rounds of so many units, and the parts of each.
+    kv_heads = k.shape[2]
+    group = h // kv_heads
+    sizes = (2 * ceil_div(s, 128), h, group)
+    all_units = len(q) * kv_heads
+    for unit, units in unit_rounds(all_units, plan.units):
+        for part in plan.parts:
+            numbers = (unit, units, *part, *sizes)
+            grids = launch_grids(units, part, tiles.of_queries.CONSUMERS)
+            launch = attention_dkdv_hopper[grids.of_keys,]
+            sums = (*workspace.key_sums, statistics)
+            launch(*key_descriptors, *sums, *numbers, grids.key_band, scale, **key_options)
+            launch = attention_dq_hopper[grids.of_queries,]
+            query_sums = workspace.query_sums
+            launch(*query_descriptors, query_sums, *numbers, grids.query_band, scale, **query_options)
     return dq, dk, dv
+
+
+class Grids(NamedTuple):
+    """Programs of both launches of a part, and the columns of a band of each (`banded_tile`)."""
+
+    of_keys: int
+    of_queries: int
+    key_band: int
+    query_band: int
+
+
+def launch_grids(units: int, part: Part, consumers: int) -> Grids:
+    """`consumers`: of a program of queries."""
+    key_blocks = part.last - part.first
+    query_blocks = (part.end - part.top) // 2
+    query_programs = ceil_div(query_blocks, consumers)
+    heads = units * part.heads
+    return Grids(units * key_blocks, heads * query_programs, band_of(key_blocks), band_of(query_programs))
+
+
+class Workspace(NamedTuple):
+    """dS^T in rows of 64 queries, and the sums that parts carry in fp32, or None."""
+
+    scores: Tensor
+    key_sums: tuple[Tensor | None, Tensor | None]
+    query_sums: Tensor | None
+
+
+def empty_workspace(plan: BackwardPlan, q: Tensor) -> Workspace:
+    rows = plan.score_bytes // (64 * BYTES_PER_SCORE)
+    scores = q.new_empty(rows, 64)
+    of_keys = empty_sums(q, plan.key_sum_bytes // 2)
+    of_values = empty_sums(q, plan.key_sum_bytes // 2)
+    of_queries = empty_sums(q, plan.query_sum_bytes)
+    return Workspace(scores, (of_keys, of_values), of_queries)
+
+
+def empty_sums(q: Tensor, size: int) -> Tensor | None:
+    """So many bytes of fp32."""
+    return q.new_empty(size // 4, dtype=torch.float32) if size else None
+
+
+def band_of(programs: int) -> int:
+    """Heads in a band, of so many programs each."""
+    return ceil_div(PROGRAMS_PER_BAND, programs)
+
+
+def kernel_options(width: int, value_width: int, causal: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the kernel for dK and dV, and of that for dQ."""
+    tiles = TILES[width, value_width]
+    main = min(width, WIDEST_BLOCK)
+    shared = {"D": main, "E": width - main, "CAUSAL": causal, "num_warps": 4}
+    of_keys = tiles.of_keys._asdict() | shared | {"V": value_width}
+    of_queries = tiles.of_queries._asdict() | shared
+    if tiles.of_queries.CONSUMERS == 1:
+        of_queries["maxnreg"] = 128  # half the registers, so that two programs share a multiprocessor
+    return of_keys, of_queries
+
+
+Descriptors = list[TensorDescriptor | None]
+
+
+def descriptors_for_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dy: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    workspace: Tensor,
+    width: int,
+    value_width: int,
+) -> Descriptors:
+    """Of queries, keys, values, gradients of results, of keys, of values and of scores."""
+    of_queries = split_descriptors(q, width)
+    of_keys = split_descriptors(k, width)
+    of_key_gradients = split_descriptors(dk, width)
+    values, of_results, of_values = (block_descriptor(x, 1, 64, value_width) for x in (v, dy, dv))
+    of_scores = block_descriptor(workspace, 64, 64)
+    return [*of_queries, *of_keys, values, of_results, *of_key_gradients, of_values, of_scores]
+
+
+def descriptors_for_queries(k: Tensor, workspace: Tensor, dq: Tensor, width: int, keys: int) -> Descriptors:
+    """Of keys, gradients of scores and of queries, for so many keys at a time."""
+    of_keys = split_descriptors(k, width, keys)
+    of_scores = block_descriptor(workspace, keys, 64)
+    of_queries = block_descriptor(dq, 1, 64, 64)
+    return [*of_keys, of_scores, of_queries]
+
+
+def split_descriptors(x_BSC: Tensor, width: int, positions: int = 64) -> Descriptors:
+    """Two: for the first columns of a head, and for its further ones, or None."""
+    main = min(width, WIDEST_BLOCK)
+    first = block_descriptor(x_BSC, 1, positions, main)
+    rest = width - main
+    further = block_descriptor(x_BSC, 1, positions, rest) if rest else None
+    return [first, further]
 
 
 def softmax_statistics(y: Tensor, dy: Tensor, lse_BHS: Tensor, scale: float) -> Tensor:
@@ -238,11 +327,11 @@ def launch_statistics(
     launch(*tensors, *sizes, *strides, has_delta, width)
 
 
-def head_descriptor(x_BSHD: Tensor, width: int) -> TensorDescriptor:
-    """TMA descriptor of (sequence, position, column), for 64 positions of so many columns."""
+def flat_heads(x_BSHD: Tensor) -> Tensor:
+    """(sequence, position, column), aligned as TMA needs it."""
     x = x_BSHD.flatten(2)
     b_stride, s_stride, _ = x.stride()
     strides_unaligned = b_stride % 8 or s_stride % 8
     if strides_unaligned or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    return block_descriptor(x, 1, 64, width)
+    return x

@@ -19,9 +19,7 @@ from triton.language import constexpr
 
 from moefold.kernels.attention.backward_hopper_launch import (
     hopper_backward_applies,
-    hopper_chunks,
     launch_hopper_backward,
-    launch_hopper_chunks,
     softmax_statistics,
 )
 from moefold.kernels.attention.choices import DETERMINISTIC_HEAD_DIMS
@@ -223,15 +221,13 @@ def attention_backward(
     y = contiguous_heads(y)
     sums = lse_BHS.contiguous()
     b, s, h, d = q.shape
-    if d not in DETERMINISTIC_HEAD_DIMS or v.shape[-1] != d:
-        return backward_of_any_width(dy, q, k, v, y, sums, scale)
-    if hopper_backward_applies(q, k, scale):
+    if hopper_backward_applies(q, k, v, scale):
         statistics = softmax_statistics(y, dy, sums, scale)
         return launch_hopper_backward(dy, q, k, v, statistics, scale)
+    square_heads = v.shape[-1] == d
+    if not (square_heads and d in DETERMINISTIC_HEAD_DIMS):
+        return backward_of_any_width(dy, q, k, v, y, sums, scale)
     delta = delta_of_queries(y, dy)
-    plan = hopper_chunks(q, k, scale)
-    if plan is not None:
-        return launch_hopper_chunks(dy, q, k, v, sums, delta, scale, plan)
     g = k.shape[2]
     group = h // g
     dq, dk, dv = empty_gradients(q, k, v)

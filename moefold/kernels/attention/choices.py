@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, known_times
-from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS
+from moefold.kernels.attention.workspace import HOPPER_WIDTHS
 from moefold.kernels.choice import Choice, Choices, always_runs, invariant_choice, triton_computes
 from moefold.kernels.facts import Facts
 
@@ -84,9 +84,8 @@ def hopper_blocks_run(facts: Facts) -> bool:
     shape = facts.attention
     if shape is None or not masked_kernels_run(facts):
         return False
-    if facts.capability[0] != 9 or shape.head_dim != shape.value_dim:
-        return False
-    return shape.head_dim in HOPPER_HEAD_WIDTHS
+    widths = (shape.head_dim, shape.value_dim)
+    return facts.capability[0] == 9 and widths in HOPPER_WIDTHS
 
 
 def measured_times(facts: Facts) -> AttentionTimes:
@@ -180,10 +179,9 @@ ATTENTION_CHOICES = (
 NEEDS_MASKED_KERNELS = "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256"
 NO_SCORES = "never stores the scores; sums in a fixed order, so that runs repeat to the bit"
 BLOCK_CHOICES = (
-    Choice("hopper", hopper_blocks_run, "bf16 on Hopper with Triton, heads of 64 or 128", NO_SCORES),
+    Choice("hopper", hopper_blocks_run, "bf16 on Hopper with Triton, heads of 64, 128 or 192/128", NO_SCORES),
     Choice("triton", masked_kernels_run, NEEDS_MASKED_KERNELS, NO_SCORES),
 )
-MERGE_CHOICES = (Choice("triton", masked_kernels_run, NEEDS_MASKED_KERNELS, "reads and writes each result once"),)
 
 CACHED_CHOICES = (
     Choice(
@@ -209,5 +207,4 @@ CHOICES: Choices = {
     "attention": ATTENTION_CHOICES,
     "attention_block": BLOCK_CHOICES,
     "attention_block_backward": BLOCK_CHOICES,
-    "merge_attention_block": MERGE_CHOICES,
 }

@@ -4,10 +4,18 @@ runs agree to the bit. `masked.py` defines `first` and `until`. Imported only wh
 
 B sequences, S queries, L keys, H query heads, G key/value heads, D width of keys, V of values, each in blocks of a
 power of two; M queries by N keys are worked on at a time. The first query is `ahead` positions behind the first key.
-Scores are to the base of two.
+Scores are to the base of two. A query sees keys from the latest of three on: the first there is, the first of its
+`window`, and, where documents are given, begins + `shift`.
+
+Blocks of ring attention go into what is there (SUMS): results are merged into those of earlier blocks, unless `fresh`,
+and gradients added. Programs whose queries or keys see nothing end at once, without touching memory. There a program of
+keys has one query head: those of a group add one after the other, in order (`turns`).
 """
 
 from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +28,7 @@ from moefold.kernels.attention.heads_triton import (
     TileOptions,
     contiguous_heads,
     empty_gradients,
+    head_block,
     load_delta,
     load_head_block,
     load_log_sums,
@@ -49,14 +58,61 @@ WIDE = (  # heads wider than 128
     TileOptions(32, 128, 8, 2),
 )
 FORWARD, DQ, DKDV = range(3)  # places in these
+NO_WINDOW = 1 << 30  # positions
+TURN_HEADS = 1  # query heads of a program that adds to sums: more programs than key blocks, where few queries see them
 
 
 @triton.jit
-def first_visible(first, b, rows, S, L):
+def first_visible(begins, begins_b, b, rows, S, L, ahead, shift, window):
     """The first key that each of these queries sees; behind the end, queries see none."""
-    at = first + b * S + rows
     inside = rows < S
-    return tl.load(at, mask=inside, other=L)
+    first = tl.maximum(rows + ahead - window + 1, 0)
+    if begins is not None:
+        at = begins + b * begins_b + rows
+        begin = load_or_zero(at, inside)
+        first = tl.maximum(first, begin + shift)
+    return tl.where(inside, first, L)
+
+
+@triton.jit
+def visible_until(begins, begins_b, b, columns, S, ahead, shift, window, steps):
+    """For each key, the number of queries whose first visible key is not behind it, by a search among the begins."""
+    until = tl.minimum(columns - ahead + window, S)
+    if begins is not None:
+        low = columns * 0
+        high = low + S
+        for _ in range(steps):
+            middle = (low + high) // 2
+            searched = low < high
+            begin = load_or_zero(begins + b * begins_b + middle, searched)
+            sees = searched & (begin + shift <= columns)
+            low = tl.where(sees, middle + 1, low)
+            high = tl.where(searched & (begin + shift > columns), middle, high)
+        until = tl.minimum(until, low)
+    return until
+
+
+@triton.jit
+def await_turn(turns, mine):
+    """Until programs before this one have added what they have."""
+    turn = tl.atomic_add(turns, 0, sem="acquire", scope="gpu")
+    while turn != mine:
+        turn = tl.atomic_add(turns, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def pass_turn(turns, mine):
+    tl.debug_barrier()
+    tl.atomic_xchg(turns, mine + 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def add_head_block(base, places, stride, end, values, D: constexpr, WIDE: constexpr):
+    """Add to a sum that other multiprocessors may have written: read from the cache that all share."""
+    pointers, inside = head_block(base, places, stride, end, D, WIDE)
+    old = tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+    store_inside(pointers, old + values, inside)
 
 
 @triton.jit
@@ -70,27 +126,61 @@ def visible_keys(rows, columns, first_M, ahead, L):
     return not_before & not_behind
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fresh"])
 def masked_attention_kernel(
-    q, k, v, first, sink, y, lse,
-    S, L, ahead, scale, H, GROUP,
-    q_b, q_s, q_h,
-    k_b, k_s, k_h,
-    v_b, v_s, v_h,
-    y_b, y_s, y_h,
+    q,
+    k,
+    v,
+    begins,
+    sink,
+    y,
+    lse,
+    S,
+    L,
+    ahead,
+    shift,
+    window,
+    fresh,
+    scale,
+    H,
+    GROUP,
+    begins_b,
+    q_b,
+    q_s,
+    q_h,
+    k_b,
+    k_s,
+    k_h,
+    v_b,
+    v_s,
+    v_h,
+    y_b,
+    y_s,
+    y_h,
+    l_b,
+    l_h,
     SINK: constexpr,
-    D: constexpr, DW: constexpr,
-    V: constexpr, VW: constexpr,
-    M: constexpr, N: constexpr,
-):  # fmt: skip
+    SUMS: constexpr,
+    D: constexpr,
+    DW: constexpr,
+    V: constexpr,
+    VW: constexpr,
+    M: constexpr,
+    N: constexpr,
+):
     """M queries of one head, with an online softmax over their keys."""
     # prologue: this program's queries
     b, h = program_head(H)
     start = tl.program_id(0) * M
     rows = numbers_from(start, M)
+    first_M = first_visible(begins, begins_b, b, rows, S, L, ahead, shift, window)
+    lowest = tl.min(first_M, 0)
+    end = tl.minimum(start + M + ahead, L)
+    if SUMS:  # noqa: SIM102, decided when compiled
+        if (lowest >= end) & (fresh == 0):
+            return
     q_head = q + b * q_b + h * q_h
     queries = load_head_block(q_head, rows, q_s, S, D, DW)
-    first_M = first_visible(first, b, rows, S, L)
     log2_scale = scale * LOG2E
     # the softmax so far: maximum, sum and weighted values; a sink is in it from the start
     total = tl.zeros((M,), tl.float32)
@@ -101,12 +191,10 @@ def masked_attention_kernel(
         top = total + sink_logit * LOG2E
         total += 1.0
     out = fp32_zeros(M, VW)
-    # the head of keys and values, and the keys that any of the queries sees
+    # the head of keys and values
     g = h // GROUP
     k_head = k + b * k_b + g * k_h
     v_head = v + b * v_b + g * v_h
-    lowest = tl.load(first + b * S + start)
-    end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks, from the first that any query sees
     begin = lowest // N * N
     for n in range(begin, end, N):
@@ -121,10 +209,10 @@ def masked_attention_kernel(
         block_top = tl.max(scores, 1)
         higher = tl.maximum(top, block_top)
         unseen = higher == float("-inf")  # a query that has seen no key yet
-        shift = tl.where(unseen, 0.0, higher)
-        below = scores - shift[:, None]
+        reference = tl.where(unseen, 0.0, higher)
+        below = scores - reference[:, None]
         p = tl.exp2(below)
-        kept = tl.exp2(top - shift)
+        kept = tl.exp2(top - reference)
         # weighted values and sum
         values = load_head_block(v_head, columns, v_s, L, V, VW)
         kept_out = out * kept[:, None]
@@ -133,66 +221,120 @@ def masked_attention_kernel(
         kept_total = total * kept
         total = kept_total + tl.sum(p, 1)
         top = higher
-    # epilogue: normalise; a query that saw no key has zeros and minus infinity
+    # epilogue: add what earlier blocks have, as one key more
     y_head = y + b * y_b + h * y_h
+    lse_head = lse + b * l_b + h * l_h
+    inside = rows < S
+    if SUMS:
+        old = tl.load(lse_head + rows, mask=inside, other=float("-inf"))
+        old_top = old * LOG2E
+        higher = tl.maximum(top, old_top)
+        unseen = higher == float("-inf")
+        reference = tl.where(unseen, 0.0, higher)
+        old_share = tl.exp2(old_top - reference)
+        share = tl.exp2(top - reference)
+        total = total * share + old_share
+        top = higher
+        places = tl.where(fresh == 0, S, 0)  # nothing is read of results that are not there yet
+        before = load_head_block(y_head, rows, y_s, places, V, VW)
+        out = out * share[:, None] + before * old_share[:, None]
+    # normalise; a query that saw no key has zeros and minus infinity
     saw_none = total == 0.0
     total = tl.where(saw_none, 1.0, total)
     normalised = out / total[:, None]
     store_head_block(y_head, rows, y_s, S, normalised, V, VW)
     log2_sum = top + tl.log2(total)
     lse_M = log2_sum / LOG2E
-    lse_head = lse + wide_program_id(1) * S
-    inside = rows < S
+    if SUMS:
+        tl.debug_barrier()  # all warps have read what one of them now writes
     store_inside(lse_head + rows, lse_M, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fresh"])
 def masked_attention_dq_kernel(
-    q, k, v, dy, first, y, lse, delta, dq,
-    S, L, ahead, scale, H, GROUP,
-    q_b, q_s, q_h,
-    k_b, k_s, k_h,
-    v_b, v_s, v_h,
-    d_b, d_s, d_h,
-    y_b, y_s, y_h,
-    o_b, o_s, o_h,
+    q,
+    k,
+    v,
+    dy,
+    begins,
+    y,
+    lse,
+    delta,
+    dq,
+    S,
+    L,
+    ahead,
+    shift,
+    window,
+    fresh,
+    scale,
+    H,
+    GROUP,
+    begins_b,
+    q_b,
+    q_s,
+    q_h,
+    k_b,
+    k_s,
+    k_h,
+    v_b,
+    v_s,
+    v_h,
+    d_b,
+    d_s,
+    d_h,
+    y_b,
+    y_s,
+    y_h,
+    o_b,
+    o_s,
+    o_h,
+    l_b,
+    l_h,
     DELTA: constexpr,
-    D: constexpr, DW: constexpr,
-    V: constexpr, VW: constexpr,
-    M: constexpr, N: constexpr,
-):  # fmt: skip
+    SUMS: constexpr,
+    D: constexpr,
+    DW: constexpr,
+    V: constexpr,
+    VW: constexpr,
+    M: constexpr,
+    N: constexpr,
+):
     """The gradient of M queries of one head; and, unless DELTA is given, delta = sum(dy * y) per query, for the kernel
     that follows."""
     # prologue: this program's queries and the gradients of their results
     b, h = program_head(H)
-    head = wide_program_id(1)
     start = tl.program_id(0) * M
     rows = numbers_from(start, M)
+    first_M = first_visible(begins, begins_b, b, rows, S, L, ahead, shift, window)
+    lowest = tl.min(first_M, 0)
+    end = tl.minimum(start + M + ahead, L)
+    if SUMS:  # noqa: SIM102, decided when compiled
+        if (lowest >= end) & (fresh == 0):
+            return
     q_head = q + b * q_b + h * q_h
     queries = load_head_block(q_head, rows, q_s, S, D, DW)
     dy_head = dy + b * d_b + h * d_h
     grads = load_head_block(dy_head, rows, d_s, S, V, VW)
     # statistics of the queries
+    head = b * l_b + h * l_h
+    delta_head = delta + head
     if DELTA:
-        delta_M = load_delta(delta, head, rows, S)
+        delta_M = load_delta(delta_head, 0, rows, S)
     else:
         y_head = y + b * y_b + h * y_h
         result = load_head_block(y_head, rows, y_s, S, V, VW)
         delta_M = row_dots(result, grads)
-        delta_head = delta + head * S
         inside = rows < S
         store_inside(delta_head + rows, delta_M, inside)
-    lse_M = load_log_sums(lse, head, rows, S)
-    first_M = first_visible(first, b, rows, S, L)
+    lse_M = load_log_sums(lse + head, 0, rows, S)
     log2_scale = scale * LOG2E
-    # the head of keys and values, and the keys that any of the queries sees
+    # the head of keys and values
     g = h // GROUP
     k_head = k + b * k_b + g * k_h
     v_head = v + b * v_b + g * v_h
     total = fp32_zeros(M, DW)
-    lowest = tl.load(first + b * S + start)
-    end = tl.minimum(start + M + ahead, L)
-    # main loop over key blocks
+    # main loop over key blocks, from the first that any query sees
     begin = lowest // N * N
     for n in range(begin, end, N):
         columns = numbers_from(n, N)
@@ -214,28 +356,82 @@ def masked_attention_dq_kernel(
     # epilogue
     dq_head = dq + b * o_b + h * o_h
     of_queries = total * scale
+    if SUMS:
+        places = tl.where(fresh == 0, S, 0)
+        of_queries += load_head_block(dq_head, rows, o_s, places, D, DW)
     store_head_block(dq_head, rows, o_s, S, of_queries, D, DW)
 
 
 @triton.jit
 def masked_attention_dkdv_kernel(
-    q, k, v, dy, until, lse, delta, dk, dv,
-    S, L, ahead, scale, G, GROUP,
-    q_b, q_s, q_h,
-    k_b, k_s, k_h,
-    v_b, v_s, v_h,
-    d_b, d_s, d_h,
-    ok_b, ok_s, ok_h,
-    ov_b, ov_s, ov_h,
-    D: constexpr, DW: constexpr,
-    V: constexpr, VW: constexpr,
-    M: constexpr, N: constexpr,
-):  # fmt: skip
-    """The gradients of N keys and values of one head, summed over the query heads of its group."""
-    # prologue: this program's keys and values
+    q,
+    k,
+    v,
+    dy,
+    begins,
+    until,
+    lse,
+    delta,
+    dk,
+    dv,
+    turns,
+    S,
+    L,
+    ahead,
+    shift,
+    window,
+    steps,
+    scale,
+    G,
+    GROUP,
+    HEADS,
+    begins_b,
+    q_b,
+    q_s,
+    q_h,
+    k_b,
+    k_s,
+    k_h,
+    v_b,
+    v_s,
+    v_h,
+    d_b,
+    d_s,
+    d_h,
+    ok_b,
+    ok_s,
+    ok_h,
+    ov_b,
+    ov_s,
+    ov_h,
+    l_b,
+    l_h,
+    SUMS: constexpr,
+    D: constexpr,
+    DW: constexpr,
+    V: constexpr,
+    VW: constexpr,
+    M: constexpr,
+    N: constexpr,
+):
+    """The gradients of N keys and values of one head, summed over HEADS query heads of its group."""
+    # prologue: this program's keys, and the queries that see them: from those at the first key to the last key's last
     b, g = program_head(G)
     start = tl.program_id(0) * N
     columns = numbers_from(start, N)
+    behind = tl.minimum(start + N, L)
+    first_row = tl.maximum(start - ahead, 0)
+    if SUMS:
+        earliest = first_visible(begins, begins_b, b, first_row, S, L, ahead, shift, window)
+        if earliest >= behind:
+            return
+    if until is not None:
+        until_N = load_or_zero(until + b * L + columns, columns < L)
+    else:
+        until_N = visible_until(begins, begins_b, b, columns, S, ahead, shift, window, steps)
+        until_N = tl.where(columns < L, until_N, 0)
+    end = tl.max(until_N, 0)
+    lowest = first_row // M * M
     k_head = k + b * k_b + g * k_h
     keys = load_head_block(k_head, columns, k_s, L, D, DW)
     v_head = v + b * v_b + g * v_h
@@ -243,26 +439,22 @@ def masked_attention_dkdv_kernel(
     of_keys = fp32_zeros(N, DW)
     of_values = fp32_zeros(N, VW)
     log2_scale = scale * LOG2E
-    # the queries that see them: from those at the first key to the last key's last
-    first_row = tl.maximum(start - ahead, 0)
-    lowest = first_row // M * M
-    until_b = until + b * L
-    until_N = load_or_zero(until_b + columns, columns < L)
-    behind = tl.minimum(start + N, L)
-    end = tl.load(until_b + behind - 1)
-    # main loops over the group's query heads and over query blocks
-    first_head = g * GROUP
-    for h in range(first_head, first_head + GROUP):
+    # main loops over query heads and over query blocks
+    place = wide_program_id(2)
+    first_head = g * GROUP + place * HEADS
+    for h in range(first_head, first_head + HEADS):
         q_head = q + b * q_b + h * q_h
         dy_head = dy + b * d_b + h * d_h
-        head = b * G * GROUP + h
+        head = b * l_b + h * l_h
+        lse_head = lse + head
+        delta_head = delta + head
         for m in range(lowest, end, M):
             # a block of queries, the gradients of their results, their statistics
             rows = numbers_from(m, M)
             queries = load_head_block(q_head, rows, q_s, S, D, DW)
             grads = load_head_block(dy_head, rows, d_s, S, V, VW)
-            lse_M = load_log_sums(lse, head, rows, S)
-            delta_M = load_delta(delta, head, rows, S)
+            lse_M = load_log_sums(lse_head, 0, rows, S)
+            delta_M = load_delta(delta_head, 0, rows, S)
             # P^T of this block, and dV += P^T dO
             products = tl.dot(keys, queries.T)
             scores = products * log2_scale
@@ -284,9 +476,17 @@ def masked_attention_dkdv_kernel(
     # epilogue
     dk_head = dk + b * ok_b + g * ok_h
     scaled = of_keys * scale
-    store_head_block(dk_head, columns, ok_s, L, scaled, D, DW)
     dv_head = dv + b * ov_b + g * ov_h
-    store_head_block(dv_head, columns, ov_s, L, of_values, V, VW)
+    if SUMS:
+        mine = tl.program_id(2)
+        turn = turns + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        await_turn(turn, mine)
+        add_head_block(dk_head, columns, ok_s, L, scaled, D, DW)
+        add_head_block(dv_head, columns, ov_s, L, of_values, V, VW)
+        pass_turn(turn, mine)
+    else:
+        store_head_block(dk_head, columns, ok_s, L, scaled, D, DW)
+        store_head_block(dv_head, columns, ov_s, L, of_values, V, VW)
 
 
 def padded_width(x: Tensor) -> int:
@@ -312,6 +512,23 @@ def tile_options(kernel: int, widths: list[int]) -> TileOptions:
     return tiles[kernel]
 
 
+class Visible(NamedTuple):
+    """The keys that queries see: how far ahead the first query stands, the window, and (B, S) begins, which count from
+    `shift` positions before the first key."""
+
+    ahead: int
+    window: int = 0
+    begins_BS: Tensor | None = None
+    shift: int = 0
+
+    def numbers(self) -> tuple[int, int, int]:
+        window = self.window or NO_WINDOW
+        return self.ahead, self.shift, window
+
+    def begins_stride(self) -> int:
+        return 0 if self.begins_BS is None else self.begins_BS.stride(0)
+
+
 def masked_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -323,25 +540,66 @@ def masked_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(B, S, H, V) and its log-sum-exp (B, H, S), sinks included."""
     b, s, h, _ = q.shape
+    width = v.shape[-1]
+    y = q.new_empty(b, s, h, width)
+    lse = q.new_empty(b, h, s, dtype=torch.float32)
+    visible = Visible(ahead, 0, first_BS)
+    launch_forward(q, k, v, visible, sink_H, y, lse, scale, sums=False, fresh=True)
+    return y, lse
+
+
+def merge_masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    fresh: bool,
+) -> None:
+    """Attention to some more keys, into the fp32 result and log-sum-exp of earlier ones; if `fresh`, `out` is not
+    read."""
+    launch_forward(q, k, v, visible, None, out, lse, scale, sums=True, fresh=fresh)
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    sink_H: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    scale: float,
+    sums: bool,
+    fresh: bool,
+) -> None:
+    b, s, h, _ = q.shape
     _, length, g, _ = k.shape
     group = h // g
     q = contiguous_heads(q)
     k = contiguous_heads(k)
     v = contiguous_heads(v)
-    width = v.shape[-1]
-    y = q.new_empty(b, s, h, width)
-    lse = q.new_empty(b, h, s, dtype=torch.float32)
-    tensors = (q, k, v, first_BS, sink_H, y, lse)
-    sizes = (s, length, ahead, scale, h, group)
+    tensors = (q, k, v, visible.begins_BS, sink_H, y, lse)
+    sizes = (s, length, *visible.numbers(), int(fresh), scale, h, group, visible.begins_stride())
     strides = outer_strides(q, k, v, y)
+    l_b, l_h, _ = lse.stride()
     widths = padded_widths(q, v)
     options = tile_options(FORWARD, widths)
     query_blocks = triton.cdiv(s, options.M)
     has_sink = sink_H is not None
     launch = masked_attention_kernel[query_blocks, b * h]
     tile = options._asdict()
-    launch(*tensors, *sizes, *strides, has_sink, *widths, **tile)
-    return y, lse
+    launch(*tensors, *sizes, *strides, l_b, l_h, has_sink, sums, *widths, **tile)
+
+
+class AttentionGradients(NamedTuple):
+    """dq, dk and dv: empty memory, or sums in fp32 to be added to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 def masked_attention_backward(
@@ -358,34 +616,104 @@ def masked_attention_backward(
     ahead: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. `delta` (B, H, S) is an output where the result `y` is given, else an input."""
+    found = AttentionGradients(*empty_gradients(q, k, v))
+    visible = Visible(ahead, 0, first_BS)
+    heads = (dy, q, k, v)
+    statistics = (y, lse, delta)
+    launch_dq(*heads, visible, *statistics, found, scale, sums=False, fresh=True)
+    launch_dkdv(*heads, visible, until_BL, lse, delta, found, scale, turns=None)
+    return found
+
+
+def add_masked_gradients(
+    found: AttentionGradients,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    y: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    fresh: bool,
+) -> None:
+    """The same, added to sums in fp32; if `fresh`, that of dq is written."""
+    heads = (dy, q, k, v)
+    launch_dq(*heads, visible, y, lse, delta, found, scale, sums=True, fresh=fresh)
+    options = tile_options(DKDV, padded_widths(q, v))
+    b, length, g, _ = k.shape
+    key_blocks = triton.cdiv(length, options.N)
+    turns = q.new_zeros(b * g * key_blocks, dtype=torch.int32)
+    launch_dkdv(*heads, visible, None, lse, delta, found, scale, turns)
+
+
+def launch_dq(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    y: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    found: AttentionGradients,
+    scale: float,
+    sums: bool,
+    fresh: bool,
+) -> None:
+    """dq, and delta where the result is given."""
     b, s, h, _ = q.shape
     _, length, g, _ = k.shape
     group = h // g
-    dq, dk, dv = empty_gradients(q, k, v)
-    q = contiguous_heads(q)
-    k = contiguous_heads(k)
-    v = contiguous_heads(v)
-    dy = contiguous_heads(dy)
-    inputs = (q, k, v, dy)
+    inputs = tuple(map(contiguous_heads, (q, k, v, dy)))
     has_delta = y is None
-    y = dy if y is None else contiguous_heads(y)
+    y = inputs[-1] if y is None else contiguous_heads(y)
     widths = padded_widths(q, v)
-    # dq and delta
-    tensors = (*inputs, first_BS, y, lse, delta, dq)
-    sizes = (s, length, ahead, scale, h, group)
-    strides = outer_strides(*inputs, y, dq)
+    tensors = (*inputs, visible.begins_BS, y, lse, delta, found.dq)
+    sizes = (s, length, *visible.numbers(), int(fresh), scale, h, group, visible.begins_stride())
+    strides = outer_strides(*inputs, y, found.dq)
     options = tile_options(DQ, widths)
     query_blocks = triton.cdiv(s, options.M)
     launch = masked_attention_dq_kernel[query_blocks, b * h]
     tile = options._asdict()
-    launch(*tensors, *sizes, *strides, has_delta, *widths, **tile)
-    # dk and dv
-    tensors = (*inputs, until_BL, lse, delta, dk, dv)
-    sizes = (s, length, ahead, scale, g, group)
-    strides = outer_strides(*inputs, dk, dv)
+    launch(*tensors, *sizes, *strides, *statistics_strides(lse, delta), has_delta, sums, *widths, **tile)
+
+
+def launch_dkdv(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    until_BL: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    found: AttentionGradients,
+    scale: float,
+    turns: Tensor | None,
+) -> None:
+    b, s, h, _ = q.shape
+    _, length, g, _ = k.shape
+    group = h // g
+    sums = turns is not None
+    heads = gcd(group, TURN_HEADS) if sums else group
+    inputs = tuple(map(contiguous_heads, (q, k, v, dy)))
+    widths = padded_widths(q, v)
+    tensors = (*inputs, visible.begins_BS, until_BL, lse, delta, found.dk, found.dv, turns)
+    search_steps = s.bit_length()
+    sizes = (s, length, *visible.numbers(), search_steps, scale, g, group, heads, visible.begins_stride())
+    strides = outer_strides(*inputs, found.dk, found.dv)
     options = tile_options(DKDV, widths)
     key_blocks = triton.cdiv(length, options.N)
-    launch = masked_attention_dkdv_kernel[key_blocks, b * g]
+    launch = masked_attention_dkdv_kernel[key_blocks, b * g, group // heads]
     tile = options._asdict()
-    launch(*tensors, *sizes, *strides, *widths, **tile)
-    return dq, dk, dv
+    launch(*tensors, *sizes, *strides, *statistics_strides(lse, delta), sums, *widths, **tile)
+
+
+def statistics_strides(lse: Tensor, delta: Tensor) -> tuple[int, int]:
+    """Of sequences and heads, which both have; positions lie side by side."""
+    strides = lse.stride()
+    for size, one, other in zip(lse.shape, strides, delta.stride(), strict=True):
+        assert size == 1 or one == other, "the log-sum-exp and delta lie in memory alike"
+    return strides[0], strides[1]

@@ -1,12 +1,15 @@
 """One block of ring attention: attention to some of the keys, with a softmax that runs over the keys of all blocks.
 
-Forward returns the block's own softmax and its log-sum-exp, by which blocks are merged. Backward takes the log-sum-exp
-over all keys and delta = sum(dy * y) per query, and returns this block's summands of the gradients. The first query is
-`ahead` positions behind the first key. A query sees keys up to its own position and, with a window, at most so many of
-them; with documents, keys from `begins_BS` on, 0 or more, which never decreases from one query to the next. A query
-that sees no key here has zeros and a log-sum-exp of -inf.
+Forward merges the block's softmax into the result and the log-sum-exp of earlier blocks. Backward takes the log-sum-exp
+over all keys and adds this block's summands to the gradients. All of these are in fp32 or better.
 
-Results and gradients of a block have the type of the inputs; the ring sums them in fp32.
+The first query is `ahead` positions behind the first key. A query sees keys up to its own position and, with a window,
+at most so many of them; with documents, keys from `begins_BS` on, which never decrease from one query to the next. They
+count from the first query: a document that began before it is below zero. A query that sees no key here keeps its sums.
+
+The first block that some queries meet is `fresh`. It reads neither their result nor dQ, which may be uninitialised
+memory, but writes them; in backward also delta = sum(dy * y) of each query, for the blocks that follow. Log-sum-exps
+are there from the start (minus infinity, or those of sinks), as are sums of dK and dV.
 
 B sequences, S queries, L keys, H query heads, G key/value heads, D head width, V width of a value head. Not
 differentiable by itself.
@@ -19,180 +22,32 @@ from torch import Tensor
 
 from moefold.kernels.attention.attention import attention_mask, heads_first, random_document_begins
 from moefold.kernels.facts import AttentionShape
-from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-@register_inner_op
-def attention_block(
-    q_BSHD: Tensor,
-    k_BLGD: Tensor,
-    v_BLGV: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out_BSHV, and lse_BHS in fp32 or better."""
-    _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
-    lse_BHS = scores.logsumexp(-1)
-    log_p = scores - lse_BHS[..., None]
-    log_p = log_p.nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
-    out = log_p.exp() @ v
-    out_BSHV = out.transpose(1, 2)
-    out_BSHV = out_BSHV.to(q_BSHD.dtype)
-    return out_BSHV, lse_BHS
-
-
-@attention_block.register_fast("triton")
-def attention_block_triton(
-    q_BSHD: Tensor,
-    k_BLGD: Tensor,
-    v_BLGV: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    from moefold.kernels.attention.ring_block_triton import block_forward
-
-    return block_forward(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
-
-
-@attention_block.register_fast("hopper")
-def attention_block_hopper(
-    q_BSHD: Tensor,
-    k_BLGD: Tensor,
-    v_BLGV: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """cuDNN where the block is square and either causal or wholly visible; other blocks go to Triton."""
-    if not is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS):
-        return attention_block_triton(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
-    q = q_BSHD.transpose(1, 2)
-    k = k_BLGD.transpose(1, 2)
-    v = v_BLGV.transpose(1, 2)
-    causal = ahead == 0
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse, *_ = attend(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    out_BSHV = out.transpose(1, 2)
-    by_query = q.shape[:3]
-    lse_BHS = lse.view(by_query)
-    return out_BSHV, lse_BHS
-
-
-def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int, begins_BS: Tensor | None = None) -> bool:
-    """Whether a block is square, without documents, no window ends within it, and it is causal or wholly visible. One
-    position, which cuDNN refuses, is not plain."""
-    queries = q_BSHD.shape[1]
-    keys = k_BLGD.shape[1]
-    if begins_BS is not None or queries != keys or keys == 1:
-        return False
-    farthest = ahead + queries - 1
-    window_ends_here = 0 < window <= farthest
-    if window_ends_here:
-        return False
-    sees_all = ahead >= keys - 1
-    return ahead == 0 or sees_all
-
-
-@register_inner_op
-def attention_block_backward(
-    dy_BSHV: Tensor,
-    q_BSHD: Tensor,
-    k_BLGD: Tensor,
-    v_BLGV: Tensor,
-    lse_BHS: Tensor,
-    delta_BHS: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> Gradients:
-    """dq, dk, dv of this block."""
-    q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
-    dy_BHSV = dy_BSHV.transpose(1, 2)
-    dy = dy_BHSV.to(scores.dtype)
-    # Nested, so that no further block of scores is alive.
-    p = (scores - lse_BHS[..., None]).exp()
-    # dS = P (dP - delta)
-    dp = dy @ v.mT
-    ds = p * (dp - delta_BHS[..., None]) * scale
-    # dQ = dS K, dK = dS^T Q, dV = P^T dO
-    dq_BHSD = ds @ k
-    dq = dq_BHSD.transpose(1, 2)
-    groups = k_BLGD.shape[2]
-    dk_BHLD = ds.mT @ q
-    dk = sum_over_groups(dk_BHLD, groups)
-    dv_BHLV = p.mT @ dy
-    dv = sum_over_groups(dv_BHLV, groups)
-    dq = dq.to(q_BSHD.dtype)
-    dk = dk.to(k_BLGD.dtype)
-    dv = dv.to(v_BLGV.dtype)
-    return dq, dk, dv
-
-
-@attention_block_backward.register_fast("triton")
-def attention_block_backward_triton(
-    dy_BSHV: Tensor,
-    q_BSHD: Tensor,
-    k_BLGD: Tensor,
-    v_BLGV: Tensor,
-    lse_BHS: Tensor,
-    delta_BHS: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> Gradients:
-    from moefold.kernels.attention.ring_block_triton import block_backward
-
-    return block_backward(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, lse_BHS, delta_BHS, scale, ahead, window, begins_BS)
-
-
-@attention_block_backward.register_fast("hopper")
-def attention_block_backward_hopper(
-    dy_BSHV: Tensor,
-    q_BSHD: Tensor,
-    k_BLGD: Tensor,
-    v_BLGV: Tensor,
-    lse_BHS: Tensor,
-    delta_BHS: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> Gradients:
-    """The kernels of causal attention's backward, causal or over all keys; long blocks by chunks of them; other blocks
-    go to Triton."""
-    from moefold.kernels.attention.backward_hopper_launch import (
-        hopper_backward_applies,
-        hopper_block_backward,
-        hopper_chunks,
-        launch_hopper_chunks,
-    )
-
-    heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
-    sums = (lse_BHS, delta_BHS)
-    causal = ahead == 0
-    plan = None
-    if is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS):
-        if hopper_backward_applies(q_BSHD, k_BLGD, scale, causal):
-            return hopper_block_backward(scale, *heads, *sums, causal)
-        plan = hopper_chunks(q_BSHD, k_BLGD, scale)
-    if plan is None:
-        return attention_block_backward_triton(*heads, *sums, scale, ahead, window, begins_BS)
-    return launch_hopper_chunks(*heads, *sums, scale, plan, causal)
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
 
 
 @register_in_place_op
-def merge_attention_block(out_BSHV: Tensor, lse_BHS: Tensor, part_BSHV: Tensor, part_lse_BHS: Tensor) -> None:
-    """Add a block to what earlier blocks gave: softmax over both sets of keys. Neither may have seen any key: then both
-    weights are zero."""
+def attention_block(
+    out_BSHV: Tensor,
+    lse_BHS: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+    begins_BS: Tensor | None,
+    fresh: bool,
+) -> None:
+    """Attend to these keys: the result and its log-sum-exp become those of the softmax over earlier keys and these."""
+    _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
+    part_lse_BHS = scores.logsumexp(-1)
+    log_p = scores - part_lse_BHS[..., None]
+    log_p = log_p.nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
+    part = log_p.exp() @ v
+    part_BSHV = part.transpose(1, 2)
+    if fresh:
+        out_BSHV.zero_()
+    # Neither side may have seen any key: then both weights are zero.
     joint_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
     old = share_of_sum(lse_BHS, joint_BHS)
     new = share_of_sum(part_lse_BHS, joint_BHS)
@@ -211,11 +66,196 @@ def share_of_sum(lse_BHS: Tensor, joint_BHS: Tensor) -> Tensor:
     return share_BSH[..., None]
 
 
-@merge_attention_block.register_fast("triton")
-def merge_attention_block_triton(out_BSHV: Tensor, lse_BHS: Tensor, part_BSHV: Tensor, part_lse_BHS: Tensor) -> None:
+@attention_block.register_fast("triton")
+def attention_block_triton(
+    out_BSHV: Tensor,
+    lse_BHS: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+    begins_BS: Tensor | None,
+    fresh: bool,
+) -> None:
+    from moefold.kernels.attention.masked_triton import Visible, merge_masked_attention
+
+    visible = Visible(ahead, window, begins_BS, shift=ahead)
+    merge_masked_attention(q_BSHD, k_BLGD, v_BLGV, visible, out_BSHV, lse_BHS, scale, fresh)
+
+
+@attention_block.register_fast("hopper")
+def attention_block_hopper(
+    out_BSHV: Tensor,
+    lse_BHS: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+    begins_BS: Tensor | None,
+    fresh: bool,
+) -> None:
+    """cuDNN and a merge where the block is square and either causal or wholly visible; other blocks go to Triton."""
     from moefold.kernels.attention.ring_block_triton import merge_block
 
-    merge_block(out_BSHV, lse_BHS, part_BSHV, part_lse_BHS)
+    sums = (out_BSHV, lse_BHS)
+    if not is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS):
+        mask = (ahead, window, begins_BS)
+        return attention_block_triton(*sums, q_BSHD, k_BLGD, v_BLGV, scale, *mask, fresh)
+    q = q_BSHD.transpose(1, 2)
+    k = k_BLGD.transpose(1, 2)
+    v = v_BLGV.transpose(1, 2)
+    causal = ahead == 0
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    part, part_lse, *_ = attend(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    part_BSHV = part.transpose(1, 2)
+    by_query = q.shape[:3]
+    part_lse_BHS = part_lse.view(by_query)
+    return merge_block(*sums, part_BSHV, part_lse_BHS, fresh)
+
+
+def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int, begins_BS: Tensor | None) -> bool:
+    """Whether a block is square, without documents, no window ends within it, and it is causal or wholly visible. One
+    position, which cuDNN refuses, is not plain."""
+    queries = q_BSHD.shape[1]
+    keys = k_BLGD.shape[1]
+    if begins_BS is not None or queries != keys or keys == 1:
+        return False
+    farthest = ahead + queries - 1
+    window_ends_here = 0 < window <= farthest
+    if window_ends_here:
+        return False
+    sees_all = ahead >= keys - 1
+    return ahead == 0 or sees_all
+
+
+@register_in_place_op
+def attention_block_backward(
+    dq_BSHD: Tensor,
+    dk_BLGD: Tensor,
+    dv_BLGV: Tensor,
+    delta_BHS: Tensor,
+    dy_BSHV: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    y_BSHV: Tensor,
+    lse_BHS: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+    begins_BS: Tensor | None,
+    fresh: bool,
+) -> None:
+    """Add this block's dQ, dK and dV. `y`: the result over all keys, of which a fresh block makes delta."""
+    q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window, begins_BS)
+    wide = scores.dtype
+    dy_BHSV = dy_BSHV.transpose(1, 2)
+    dy = dy_BHSV.to(wide)
+    if fresh:
+        y_BHSV = y_BSHV.transpose(1, 2)
+        products = dy * y_BHSV.to(wide)
+        delta = products.sum(-1)
+        delta_BHS.copy_(delta)
+        dq_BSHD.zero_()
+    # Nested, so that no further block of scores is alive.
+    p = (scores - lse_BHS[..., None]).exp()
+    # dS = P (dP - delta)
+    dp = dy @ v.mT
+    ds = p * (dp - delta_BHS[..., None]) * scale
+    # dQ = dS K, dK = dS^T Q, dV = P^T dO
+    of_queries = ds @ k
+    dq_BSHD += of_queries.transpose(1, 2)
+    groups = k_BLGD.shape[2]
+    of_keys = ds.mT @ q
+    dk_BLGD += sum_over_groups(of_keys, groups)
+    of_values = p.mT @ dy
+    dv_BLGV += sum_over_groups(of_values, groups)
+
+
+@attention_block_backward.register_fast("triton")
+def attention_block_backward_triton(
+    dq_BSHD: Tensor,
+    dk_BLGD: Tensor,
+    dv_BLGV: Tensor,
+    delta_BHS: Tensor,
+    dy_BSHV: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    y_BSHV: Tensor,
+    lse_BHS: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+    begins_BS: Tensor | None,
+    fresh: bool,
+) -> None:
+    from moefold.kernels.attention.masked_triton import AttentionGradients, Visible, add_masked_gradients
+
+    sums = AttentionGradients(dq_BSHD, dk_BLGD, dv_BLGV)
+    heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
+    visible = Visible(ahead, window, begins_BS, shift=ahead)
+    y = y_BSHV if fresh else None
+    add_masked_gradients(sums, *heads, visible, y, lse_BHS, delta_BHS, scale, fresh)
+
+
+@attention_block_backward.register_fast("hopper")
+def attention_block_backward_hopper(
+    dq_BSHD: Tensor,
+    dk_BLGD: Tensor,
+    dv_BLGV: Tensor,
+    delta_BHS: Tensor,
+    dy_BSHV: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    y_BSHV: Tensor,
+    lse_BHS: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+    begins_BS: Tensor | None,
+    fresh: bool,
+) -> None:
+    """The kernels of causal attention's backward, causal or over all keys, whose gradients are then added; other blocks
+    go to Triton."""
+    from moefold.kernels.attention.backward_hopper_launch import hopper_backward_applies, hopper_block_backward
+    from moefold.kernels.attention.backward_triton import delta_of_queries
+    from moefold.kernels.attention.heads_triton import contiguous_heads
+
+    sums = (dq_BSHD, dk_BLGD, dv_BLGV)
+    heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
+    causal = ahead == 0
+    is_plain = is_plain_block(q_BSHD, k_BLGD, ahead, window, begins_BS)
+    if not (is_plain and hopper_backward_applies(q_BSHD, k_BLGD, v_BLGV, scale, causal)):
+        return attention_block_backward_triton(
+            *sums, delta_BHS, *heads, y_BSHV, lse_BHS, scale, ahead, window, begins_BS, fresh
+        )
+    if fresh:
+        y = contiguous_heads(y_BSHV)
+        dy = contiguous_heads(dy_BSHV)
+        delta = delta_of_queries(y, dy)
+        delta_BHS.copy_(delta)
+    dq, dk, dv = hopper_block_backward(*heads, lse_BHS, delta_BHS, scale, causal)
+    if fresh:
+        dq_BSHD.copy_(dq)
+    else:
+        dq_BSHD += dq
+    dk_BLGD += dk
+    dv_BLGV += dv
+    return None
+
+
+def begins_among_keys(begins_BS: Tensor | None, ahead: int) -> Tensor | None:
+    """Begins of documents that count from the first query, as positions of keys: 0, of documents that began before."""
+    if begins_BS is None:
+        return None
+    from_keys = begins_BS + ahead
+    return from_keys.clamp(min=0)
 
 
 def sum_over_groups(gradient: Tensor, groups: int) -> Tensor:
@@ -233,7 +273,7 @@ def masked_block_scores(
     scale: float,
     ahead: int,
     window: int,
-    begins_BS: Tensor | None = None,
+    begins_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and v with heads first, and the scores, -inf where a key is not visible."""
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
@@ -241,6 +281,7 @@ def masked_block_scores(
     scores = q @ k.mT * scale
     _, _, queries, keys = scores.shape
     device = q.device
+    begins_BS = begins_among_keys(begins_BS, ahead)
     visible = attention_mask(queries, keys, ahead, window, device, begins_BS)
     hidden = ~visible
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -266,67 +307,62 @@ BLOCK_CASE_SIZES = [  # B, S, L, H, G, D, V, ahead, window
 
 @attention_block.register_cases
 def attention_block_cases(draw: CaseInputs) -> Cases:
+    """Blocks of other queries' keys and, of those on the diagonal, also fresh ones."""
     for b, s, length, h, g, d, dv, ahead, window in BLOCK_CASE_SIZES:
         q = draw.normal(b, s, h, d)
         k = draw.normal(b, length, g, d, seed=1)
         v = draw.normal(b, length, g, dv, seed=2)
+        out = draw.wide(b, s, h, dv, seed=3)
+        lse = draw.wide(b, h, s, seed=4, scale=4.0)
+        lse = lse.masked_fill(lse < -4, -torch.inf)  # queries that have seen no key yet
+        out = out * seen_before(lse)
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}, {ahead} ahead"
         if window:
             name += f", window {window}"
-        scale = d**-0.5
-        inputs = (q, k, v, scale, ahead, window)
+        setting = (q, k, v, d**-0.5, ahead, window)
         shape = AttentionShape(length, h, g, d, dv)
-        yield KernelCase(name, inputs, attention=shape)
         begins = begins_in_block(draw.device, b, s, ahead)
-        yield KernelCase(f"{name}, documents", (*inputs, begins), attention=shape)
+        yield KernelCase(name, (out, lse, *setting, None, False), attention=shape)
+        yield KernelCase(f"{name}, documents", (out, lse, *setting, begins, False), attention=shape)
+        if ahead == 0:
+            nothing = torch.full_like(out, torch.nan)
+            none_seen = torch.full_like(lse, -torch.inf)
+            yield KernelCase(f"{name}, fresh", (nothing, none_seen, *setting, None, True), attention=shape)
+            yield KernelCase(
+                f"{name}, fresh with sinks, documents", (nothing, lse, *setting, begins, True), attention=shape
+            )
+
+
+def seen_before(lse_BHS: Tensor) -> Tensor:
+    """Whether queries have seen keys, to be multiplied with results (B, S, H, 1)."""
+    seen_BHS = lse_BHS.isfinite()
+    seen_BSH = seen_BHS.transpose(1, 2)
+    return seen_BSH[..., None]
 
 
 def begins_in_block(device: str, sequences: int, queries: int, ahead: int) -> Tensor:
-    """Document begins among the keys of a block: before, within and behind them."""
+    """Begins of documents before, among and behind the keys of a block, counted from the first query."""
     positions = ahead + queries
     begins = random_document_begins(device, sequences, positions)
-    return begins[:, -queries:]
+    return begins[:, -queries:] - ahead
 
 
 @attention_block_backward.register_cases
 def attention_block_backward_cases(draw: CaseInputs) -> Cases:
     for case in attention_block.cases(*draw):
-        q, k, v, *setting = case.inputs
-        out, lse = attention_block.reference(*case.inputs)
-        shape = out.shape
-        dy = draw.normal(*shape, seed=3)
-        lse = lse.clamp(min=-30)  # a query that sees no key here sees some in other blocks
-        wide = lse.dtype
-        wide_dy = dy.to(wide)
-        products = wide_dy * out.to(wide)
-        delta_BSH = products.sum(-1)
-        delta = delta_BSH.transpose(1, 2)
-        inputs = (dy, q, k, v, lse, delta, *setting)
+        out, lse, *heads, scale, ahead, window, begins, fresh = case.inputs
+        setting = (scale, ahead, window, begins, fresh)
+        q, k, v = heads
+        dy = draw.normal(*out.shape, seed=5)
+        y = draw.normal(*out.shape, seed=6)
+        # over all keys, those of other blocks too
+        *_, scores = masked_block_scores(q, k, v, scale, ahead, window, begins)
+        over_these = scores.logsumexp(-1)
+        over_all = over_these.logaddexp(lse).clamp(min=-4)
+        sums = [draw.wide(*x.shape, seed=7 + i) for i, x in enumerate(heads)]
+        delta = draw.wide(*lse.shape, seed=10)
+        if fresh:
+            sums[0].fill_(torch.nan)
+            delta.fill_(torch.nan)
+        inputs = (*sums, delta, dy, *heads, y, over_all, *setting)
         yield KernelCase(case.name, inputs, attention=case.attention)
-
-
-MERGE_CASE_SIZES = [  # B, S, H, V
-    (1, 1, 1, 8),
-    (2, 33, 4, 24),
-    (1, 130, 6, 128),
-]
-
-
-@merge_attention_block.register_cases
-def merge_attention_block_cases(draw: CaseInputs) -> Cases:
-    for b, s, h, width in MERGE_CASE_SIZES:
-        out = draw.wide(b, s, h, width)
-        part = draw.normal(b, s, h, width, seed=1)
-        lse = draw.wide(b, h, s, seed=2, scale=4.0)
-        part_lse = draw.wide(b, h, s, seed=3, scale=4.0)
-        shape = AttentionShape(s, h, h, width, width)
-        name = f"{b}x{s}, {h} heads of {width}"
-        inputs = (out, lse, part, part_lse)
-        yield KernelCase(name, inputs, attention=shape)
-        some = lse.masked_fill(lse < 0, -torch.inf)
-        some_too = part_lse.masked_fill(part_lse < 0, -torch.inf)
-        seen_BHS = some.isfinite()
-        seen_BSH = seen_BHS.transpose(1, 2)
-        seen_out = out * seen_BSH[..., None]
-        inputs = (seen_out, some, part, some_too)
-        yield KernelCase(f"{name}, some without keys", inputs, attention=shape)

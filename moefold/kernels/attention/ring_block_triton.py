@@ -1,7 +1,6 @@
-"""Blocks of ring attention in Triton: the launches of the masked kernels, and the merge of a block into earlier ones.
-Imported only where Triton is.
+"""The merge of a block of ring attention into earlier ones, in Triton. Imported only where Triton is.
 
-B sequences, S queries, L keys, H query heads, G key/value heads, D width of keys, V of values.
+B sequences, S queries, H query heads, V width of values.
 """
 
 from __future__ import annotations
@@ -12,59 +11,24 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.kernels.attention.heads_triton import load_head_block, outer_strides, program_head, store_head_block
-from moefold.kernels.attention.masked import first_visible_key, visible_until_query
-from moefold.kernels.attention.masked_triton import masked_attention_backward, masked_attention_forward, padded_width
+from moefold.kernels.attention.masked_triton import padded_width
 from moefold.kernels.tile_triton import load_or_zero, program_block, store_inside
 
 MERGED_ROWS = 32  # queries of one program of the merge
 
 
-def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    first_BS = first_visible_key(q, ahead, window, begins_BS)
-    return masked_attention_forward(q, k, v, first_BS, None, scale, ahead)
-
-
-def block_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse_BHS: Tensor,
-    delta_BHS: Tensor,
-    scale: float,
-    ahead: int,
-    window: int,
-    begins_BS: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    first_BS = first_visible_key(q, ahead, window, begins_BS)
-    keys = k.shape[1]
-    until_BL = visible_until_query(first_BS, keys)
-    lse = lse_BHS.contiguous()
-    delta = delta_BHS.contiguous()
-    heads = (dy, q, k, v)
-    ranges = (first_BS, until_BL)
-    return masked_attention_backward(*heads, *ranges, None, lse, delta, scale, ahead)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["fresh"])
 def merge_block_kernel(
     out, lse, part, part_lse,
-    S, H,
+    S, H, fresh,
     o_b, o_s, o_h,
     p_b, p_s, p_h,
     l_b, l_h,
     r_b, r_h,
     V: constexpr, VW: constexpr, M: constexpr,
 ):  # fmt: skip
-    """Softmax over the keys of both: each side's weight is its share of the joint sum."""
+    """Softmax over the keys of both: each side's weight is its share of the joint sum. If `fresh`, nothing is read of
+    `out`."""
     # the log-sum-exps of this program's queries
     b, h = program_head(H)
     rows = program_block(0, M)
@@ -81,12 +45,12 @@ def merge_block_kernel(
     new_sum = tl.exp(new - shift)
     total = old_sum + new_sum
     joint = shift + tl.log(total)
-    store_inside(old_at, joint, inside)
     # weighted results
     is_empty = total == 0.0
     divisor = tl.where(is_empty, 1.0, total)
     out_head = out + b * o_b + h * o_h
-    merged = load_head_block(out_head, rows, o_s, S, V, VW)
+    places = tl.where(fresh == 0, S, 0)
+    merged = load_head_block(out_head, rows, o_s, places, V, VW)
     old_share = old_sum / divisor
     merged = merged * old_share[:, None]
     part_head = part + b * p_b + h * p_h
@@ -95,9 +59,11 @@ def merge_block_kernel(
     new_share = new_sum / divisor
     merged += added * new_share[:, None]
     store_head_block(out_head, rows, o_s, S, merged, V, VW)
+    tl.debug_barrier()  # all warps read the log-sum-exps, and one of them writes each
+    store_inside(old_at, joint, inside)
 
 
-def merge_block(out: Tensor, lse_BHS: Tensor, part: Tensor, part_lse_BHS: Tensor) -> None:
+def merge_block(out: Tensor, lse_BHS: Tensor, part: Tensor, part_lse_BHS: Tensor, fresh: bool) -> None:
     b, s, h, width = out.shape
     strides = outer_strides(out, part)
     l_b, l_h, _ = lse_BHS.stride()
@@ -107,4 +73,4 @@ def merge_block(out: Tensor, lse_BHS: Tensor, part: Tensor, part_lse_BHS: Tensor
     query_blocks = triton.cdiv(s, MERGED_ROWS)
     launch = merge_block_kernel[query_blocks, b * h]
     tensors = (out, lse_BHS, part, part_lse_BHS)
-    launch(*tensors, s, h, *strides, *lse_strides, *widths, MERGED_ROWS)
+    launch(*tensors, s, h, int(fresh), *strides, *lse_strides, *widths, MERGED_ROWS)

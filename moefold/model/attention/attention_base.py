@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moefold.anatomy.step_specs import sliding_window_of
-from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
 from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig, RopeConfig
 from moefold.kernels.attention.cached_attention import cached_attention
@@ -46,8 +45,7 @@ class AttentionBase(DeclaringModule):
         a = model.attention
         tp = self.world.axis("tp")
         self.tp = tp
-        self.gather_tokens = bind_collective(all_gather, tp)  # all tokens of this cp rank, for this rank's heads
-        self.scatter_sums = bind_collective(reduce_scatter, tp)  # sums over all heads; a rank keeps its own tokens
+        self.tp_projections = parts.tp_projections  # of all tokens of this cp rank, and sums over all heads
         self.layer = layer
         width = a.head_dim
         self.scale = softmax_scale(width, a.rope)
@@ -115,9 +113,7 @@ class AttentionBase(DeclaringModule):
                 attend = partial(attend, watch=watch)  # to note logits where queries meet the keys of other ranks
         y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS)
         y_CN = y_BSN.flatten(0, 1)
-        project = self.out
-        summand_CD = self.out_region(project, y_CN)
-        return self.scatter_sums(summand_CD)
+        return self.tp_projections.scatter(y_CN, self.out, self.out_region)
 
     def keep_prompt(self, shard: TokenShard, *made: Tensor) -> None:
         """Where text is generated, keep what this layer made of the prompts' positions."""
@@ -139,7 +135,7 @@ class AttentionBase(DeclaringModule):
     def project_out(self, y_BHV: Tensor) -> Tensor:
         """(B, D): heads of one position joined and projected back to the stream."""
         y_BN = y_BHV.flatten(1)
-        return self.scatter_sums(self.out(y_BN))
+        return self.tp_projections.scatter(y_BN, self.out, self.out_region)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its

@@ -28,7 +28,7 @@ from moefold.comm.ring_shift import RingShift
 from moefold.config.errors import UserError
 from moefold.kernels.attention.attention import attention
 from moefold.kernels.attention.masked import sink_gradient
-from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
+from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, begins_among_keys
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis, ContextAxes, World
 from moefold.model.attention.logit_watch import LogitWatch
@@ -42,7 +42,7 @@ JoinHeads = Callable[[Tensor], Tensor]
 RankBlock = tuple[int, Tensor]  # a rank, its keys and values
 EarlyAndLate = tuple[int, int]  # a number for each of a rank's two chunks
 ChunkPair = tuple[slice, slice, int]  # a chunk of queries, a chunk of keys, how far ahead the queries stand
-SeenBlock = tuple[slice, slice, int, Tensor | None]  # likewise, and the first key of each query's document
+SeenBlock = tuple[slice, slice, int, Tensor | None]  # likewise, and where documents begin, from the first query on
 PAIRS_OF_TWO = list(product((0, 1), repeat=2))
 
 
@@ -309,13 +309,14 @@ def begins_from_chunks(begins_BS: Tensor | None, cp: Axis) -> Tensor | None:
     early_end, late_end = zigzag_chunk_ends(length, cp)
     from_early = early - (early_end - size)
     from_late = late - (late_end - size)
-    return torch.cat((from_early, from_late), dim=1)
+    begins_Bs = torch.cat((from_early, from_late), dim=1)
+    return begins_Bs.int()
 
 
 def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[ChunkPair]:
     """Which of my two query chunks meet which of their two key chunks, of `size` positions each, and how far ahead the
-    queries stand. Zig-zag: chunk 0 of rank r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees
-    those before it, unless a window ends nearer, and part of itself."""
+    queries stand, the nearest first. Zig-zag: chunk 0 of rank r is the r-th of the sequence, chunk 1 the r-th from its
+    end; a chunk sees those before it, unless a window ends nearer, and part of itself."""
     met: list[ChunkPair] = []
     length = 2 * size
     early = slice(0, size)
@@ -334,31 +335,35 @@ def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: in
             keys = places[j]
             pair = (queries, keys, ahead)
             met.append(pair)
+    met.sort(key=positions_ahead)
     return met
 
 
+def positions_ahead(pair: ChunkPair) -> int:
+    _, _, ahead = pair
+    return ahead
+
+
 def blocks_seen(q: Tensor, begins_Bs: Tensor | None, theirs: int, setting: RingSetting) -> Iterator[SeenBlock]:
-    """The pairs of chunks of this rank's queries and a rank's keys, without those that no query's document reaches."""
+    """The pairs of chunks of this rank's queries and a rank's keys, without those that no query's document reaches. The
+    first that a chunk of queries meets is itself."""
     cp = setting.cp
     size = q.shape[1] // 2
     pairs = causal_chunk_pairs(cp.index, theirs, cp.size, size, setting.window)
     for queries, keys, ahead in pairs:
-        if begins_Bs is None:
-            yield queries, keys, ahead, None
-            continue
-        from_queries = begins_Bs[:, queries]
-        from_keys = from_queries + ahead
-        if may_reach(from_keys, size):
-            yield queries, keys, ahead, from_keys.clamp(min=0)
+        begins = None if begins_Bs is None else begins_Bs[:, queries]
+        last_key = size - 1 - ahead
+        if begins is None or may_reach(begins, last_key):
+            yield queries, keys, ahead, begins
 
 
-def may_reach(begins_Bs: Tensor, keys: int) -> bool:
-    """Whether a document of these queries may reach back to so many keys. A GPU would have to be waited for: there the
+def may_reach(begins_Bs: Tensor, position: int) -> bool:
+    """Whether a document of these queries may reach back to a position. A GPU would have to be waited for: there the
     answer is always yes, and kernels skip the keys that no query sees."""
     if begins_Bs.device.type != "cpu":
         return True
     earliest_B = begins_Bs[:, 0]
-    is_reached = earliest_B < keys
+    is_reached = earliest_B <= position
     return bool(is_reached.any())
 
 
@@ -395,13 +400,12 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sink_H: Tensor | None, begins_Bs: Tensor | None, setting: RingSetting):
         scale, window, cp, kernels, watch = setting
         attend = kernels[attention_block]
-        merge_block = kernels[merge_attention_block]
-        # nothing but the sinks met yet
+        # nothing but the sinks met yet; a chunk's first block writes its result
         wide = torch.promote_types(q.dtype, torch.float32)
         by_head = q.shape[:-1]
         value_width = v.shape[-1]
         shape = (*by_head, value_width)
-        out = q.new_zeros(shape, dtype=wide)
+        out = q.new_empty(shape, dtype=wide)
         lse = log_sums_before_keys(q, sink_H, wide)
         # what each rank's keys and values add to the chunks of queries that see them
         local = join_keys_and_values(k, v)
@@ -412,11 +416,12 @@ class RingAttention(torch.autograd.Function):
                 k_part = keys[:, theirs]
                 v_part = values[:, theirs]
                 if watch is not None:
-                    watch.note(q_part, k_part, scale, window, begins, ahead)
-                part, part_lse = attend(q_part, k_part, v_part, scale, ahead, window, begins)
+                    from_keys = begins_among_keys(begins, ahead)
+                    watch.note(q_part, k_part, scale, window, from_keys, ahead)
                 out_part = out[:, mine]
                 lse_part = lse[..., mine]
-                merge_block(out_part, lse_part, part, part_lse)
+                fresh = ahead == 0
+                attend(out_part, lse_part, q_part, k_part, v_part, scale, ahead, window, begins, fresh)
         dtype = q.dtype
         result = out.to(dtype)
         ctx.save_for_backward(q, k, v, sink_H, begins_Bs, result, lse)
@@ -429,13 +434,11 @@ class RingAttention(torch.autograd.Function):
         setting = ctx.setting
         scale, window, cp, kernels, _ = setting
         (dy,) = incoming
-        attend_backward = kernels[attention_block_backward]
+        add_gradients = kernels[attention_block_backward]
         wide = lse.dtype
-        wide_dy = dy.to(wide)
-        products = wide_dy * out.to(wide)
-        delta_BSH = products.sum(-1)
-        delta = delta_BSH.transpose(1, 2)
-        dq = q.new_zeros(q.shape, dtype=wide)
+        # which a chunk's first block writes
+        delta = torch.empty_like(lse)
+        dq = q.new_empty(q.shape, dtype=wide)
         # the same blocks again; their gradients go with them, a hop behind
         local = join_keys_and_values(k, v)
         gradients = local.new_zeros(local.shape, dtype=wide)
@@ -443,19 +446,20 @@ class RingAttention(torch.autograd.Function):
             keys, values = split_like(block, k, v)
             dkeys, dvalues = split_like(gradients, k, v)
             for mine, theirs, ahead, begins in blocks_seen(q, begins_Bs, rank, setting):
+                dq_part = dq[:, mine]
+                dk_part = dkeys[:, theirs]
+                dv_part = dvalues[:, theirs]
+                delta_part = delta[..., mine]
+                sums = (dq_part, dk_part, dv_part, delta_part)
                 dy_part = dy[:, mine]
                 q_part = q[:, mine]
                 k_part = keys[:, theirs]
                 v_part = values[:, theirs]
-                lse_part = lse[..., mine]
-                delta_part = delta[..., mine]
                 heads = (dy_part, q_part, k_part, v_part)
-                statistics = (lse_part, delta_part)
-                parts = attend_backward(*heads, *statistics, scale, ahead, window, begins)
-                dq_part, dk_part, dv_part = parts
-                dq[:, mine] += dq_part
-                dkeys[:, theirs] += dk_part
-                dvalues[:, theirs] += dv_part
+                out_part = out[:, mine]
+                lse_part = lse[..., mine]
+                fresh = ahead == 0
+                add_gradients(*sums, *heads, out_part, lse_part, scale, ahead, window, begins, fresh)
             turn = RingShift(gradients, cp)
             gradients = turn.arrived()  # after the last hop they are home
         dkeys, dvalues = split_like(gradients, k, v)

@@ -79,12 +79,10 @@ class GroupedQueryAttention(AttentionBase):
         return norm(all_heads, eps, parts)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        gather = self.gather_tokens
-        h_CD = self.gather_region(gather, h_TD)
+        projected = self.tp_projections.gather(h_TD, self.projections, self.gather_region)
         by_sequence = (shard.sequences, -1)
-        h_BSD = h_CD.unflatten(0, by_sequence)
-        projected = self.projections(h_BSD)
-        heads = HeadVectors(*projected)
+        by_head = [x_CHD.unflatten(0, by_sequence) for x_CHD in projected]
+        heads = HeadVectors(*by_head)
         q, k, v = self.norm_and_rope(heads, shard)
         if self.shares_kv_heads:
             k = self.head_of_rank(k)

@@ -4,7 +4,8 @@
     h_TD --down--> latent --norm--> kv_rank --up--> H keys [nope], H values
                    k_rope, one for all heads -----> H keys [nope | rope]
 
-Latents are computed from this rank's own tokens and then gathered over tp: they are narrower than the residual stream.
+Latents are computed from this rank's own tokens and then gathered over tp, by one all-gather of what three projections
+read: they are narrower than the residual stream.
 
 T tokens of this rank, C tokens of its cp rank (B sequences of S positions each); H heads, D their width, of which the
 last dims are rotated by position (rope); V width of a value head.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefold.comm.collectives import all_gather, bind_collective
 from moefold.config.run import ModelConfig
 from moefold.kernels.linear.matmul import matmul
 from moefold.kernels.linear.product import PLAIN
@@ -54,6 +56,7 @@ class LatentAttention(AttentionBase):
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(model, layer, parts)
         a = model.attention
+        self.gather_latents = bind_collective(all_gather, self.tp)
         self.make_down_projections(model, parts)
         # Up to the heads.
         latent = a.kv_rank
@@ -149,7 +152,7 @@ class LatentAttention(AttentionBase):
         # the latents of all tokens of this cp rank, in one message
         latents = (query_source_T, latent_T, k_rope_T)
         joined_T = torch.cat(latents, dim=-1)
-        joined_C = self.gather_tokens(joined_T)
+        joined_C = self.gather_latents(joined_T)
         by_sequence = (shard.sequences, -1)
         joined_BS = joined_C.unflatten(0, by_sequence)
         widths = [latent.shape[-1] for latent in latents]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moefold.kernels.attention.backward_parts import plan_backward
 from moefold.kernels.catalog import forced_implementations, pick_implementation
 from moefold.kernels.facts import AttentionShape
 from moefold.plan.layer.rank_shapes import RankShapes
-from moefold.plan.layer.tensor_table import TensorTable, attended_width, context_tokens
+from moefold.plan.layer.tensor_table import TensorTable, attended_width, context_tokens, one_column
 
 RING_CONTEXTS = ("ring", "hierarchical")
 RING_OPS = ("attention_block", "attention_block_backward")
@@ -50,17 +51,33 @@ def builds_ring_scores(s: RankShapes) -> bool:
     """Whether a run here has plain torch for the blocks of its ring."""
     if not runs_ring(s):
         return False
+    return any(block_implementation(s, op) == "reference" for op in RING_OPS)
+
+
+def block_implementation(s: RankShapes, op: str) -> str:
+    """The one that a run here would bind."""
     has_sinks = s.model.attention.sinks
     sees_all = not s.window and not has_sinks
     shape = block_attention_shape(s)
     facts = replace(s.facts, attention=shape, sees_all=sees_all)
     forced = forced_implementations(s.portion.force)
-    for op in RING_OPS:
-        choice = forced.get(op)
-        chosen, _ = pick_implementation(op, facts, choice)
-        if chosen == "reference":
-            return True
-    return False
+    chosen, _ = pick_implementation(op, facts, forced.get(op))
+    return chosen
+
+
+def stores_block_gradients(s: RankShapes) -> bool:
+    """Whether the backward of a block stores the gradients of its scores, as the kernels for Hopper do."""
+    return runs_ring(s) and block_implementation(s, "attention_block_backward") == "hopper"
+
+
+def block_gradient_bytes(s: RankShapes) -> float:
+    """Of the gradients of a block's scores, wholly visible or on the diagonal."""
+    shape = block_attention_shape(s)
+    units = int(s.B) * shape.kv_heads
+    group = shape.heads // shape.kv_heads
+    sizes = (shape.length, units, group, shape.head_dim, shape.value_dim)
+    plans = [plan_backward(*sizes, causal) for causal in (True, False)]
+    return max(plan.workspace if plan else 0 for plan in plans)
 
 
 def block_rows(s: RankShapes) -> float:
@@ -101,3 +118,5 @@ def add_ring_backward(table: TensorTable) -> None:
     ring.add("gradient of queries, in fp32", context_tokens, query_gradient_width, "fp32")
     plain = table.only(builds_ring_scores)
     plain.add("scores of a ring block and their gradients, in fp32", block_rows, backward_block_width, "fp32")
+    stored = table.only(stores_block_gradients)
+    stored.add("gradients of the scores of a ring block", block_gradient_bytes, one_column, "byte")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.run import BLOCK_TYPES, Config
-from moefold.dispatch.room_sizes import arena_bytes
+from moefold.dispatch.room_sizes import arena_bytes, projection_room
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.memory.base_bytes import pieces_of_rank, weight_bytes
 from moefold.plan.memory.context_rows import settings_of_rows
@@ -320,7 +320,7 @@ def layer_count(pieces: StagePieces) -> int:
 
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
     """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also whole weights and gradients, what
-    states in host memory pass through, the pool of a stash, and the rooms of the symmetric dispatcher."""
+    states in host memory pass through, the pool of a stash, and rooms of tokens and of projections' rows."""
     model = s.model
     choices = s.choices
     wide = choices.recipe.wide
@@ -341,6 +341,8 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
         size += s.config.memory.stash_gib * GIB
     if s.parallel.dispatcher == "symmetric" and s.parallel.ep * s.parallel.etp > 1:
         size += arena_bytes(s.config, int(wide))
+    if "projections" in s.parallel.tiles:
+        size += projection_room(s.config, int(wide)).arena_bytes
     return size
 
 

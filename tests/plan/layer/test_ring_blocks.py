@@ -13,9 +13,11 @@ from moefold.kernels.attention.ring_block import attention_block, attention_bloc
 from moefold.plan.layer.ring_blocks import (
     BACKWARD_BLOCKS,
     FORWARD_BLOCKS,
+    block_gradient_bytes,
     block_rows,
     builds_ring_scores,
     chunk_length,
+    stores_block_gradients,
 )
 from moefold.plan.memory.peak_memory import GIB, build_run_setting, fullest_rank, plan_memory
 from moefold.plan.options import PlanChoices
@@ -62,13 +64,14 @@ def most_blocks(call) -> int:
 def test_copies_of_a_block_are_those_that_the_real_op_has_at_once():
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, S, heads, D, dtype=torch.bfloat16) for heads in (H, G, G))
-    args = q, k, v, D**-0.5, 0, 0
-    assert most_blocks(lambda: attention_block.reference(*args)) == FORWARD_BLOCKS
-    out, lse = attention_block.reference(*args)
-    delta = (out.float() * out.float()).sum(-1).transpose(1, 2)
-    assert (
-        most_blocks(lambda: attention_block_backward.reference(out, q, k, v, lse, delta, *args[3:])) == BACKWARD_BLOCKS
-    )
+    setting = D**-0.5, 0, 0, None, True
+    out, lse = torch.empty(B, S, H, D), torch.full((B, H, S), -torch.inf)
+    assert most_blocks(lambda: attention_block.reference(out, lse, q, k, v, *setting)) == FORWARD_BLOCKS
+    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    y = out.bfloat16()
+    backward = attention_block_backward.reference
+    assert most_blocks(lambda: backward(dq, dk, dv, delta, y, q, k, v, y, lse, *setting)) == BACKWARD_BLOCKS
 
 
 def long_run(context: str = "ring", cp: int = 8) -> Config:
@@ -105,6 +108,15 @@ def test_the_plan_counts_the_blocks_where_plain_torch_builds_them():
     kernel = fullest_rank(plan_memory(long_run(), 8, ON_H200))
     assert plain.working - kernel.working > (BACKWARD_BLOCKS - 1) * 8 * GIB
     assert kernel.total + kernel.outside < 139.8 * GIB < plain.total + plain.outside
+
+
+def test_blocks_on_hopper_store_the_gradients_of_their_scores():
+    """Wholly visible blocks of 8,192 positions, as many heads as fit at once; nothing elsewhere."""
+    s = shapes(long_run())
+    assert stores_block_gradients(s)
+    assert 2 * GIB < block_gradient_bytes(s) <= 4.5 * GIB
+    assert not stores_block_gradients(shapes(long_run(), replace(ON_H200, capability=80)))
+    assert not stores_block_gradients(shapes(long_run("all_gather")))
 
 
 def test_old_cards_and_unusual_heads_have_no_kernel():

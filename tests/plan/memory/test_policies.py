@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moefold.bench.memory import MemoryCase, case_config, offload_cases, one_sequence, recompute_cases
+from moefold.config.run import Config
 from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.memory.peak_memory import GIB, plan_memory
 from moefold.plan.memory.rank_stages import count_stage
@@ -23,10 +24,18 @@ HOPPER = PlanChoices(precision="bf16", device="cuda", capability=90)
 CASES = [*(("recompute", case) for case in recompute_cases()), *(("offload", case) for case in offload_cases("cuda"))]
 
 
+def measured_config(case: MemoryCase) -> Config:
+    """Steps with MLA were measured when its backward stored no gradients of scores, as the masked kernels do not."""
+    config = case_config(case, "cuda")
+    if config.model.attention.kind == "mla":
+        return replace(config, kernels=replace(config.kernels, force=("attention=varlen",)))
+    return config
+
+
 @pytest.mark.parametrize(("part", "case"), CASES, ids=str)
 def test_a_measured_peak_is_the_planned_one_within_two_percent(part: str, case: MemoryCase):
     policy = case.policy.strip() or "none"
-    [rank] = plan_memory(case_config(case, "cuda"), 1, HOPPER)
+    [rank] = plan_memory(measured_config(case), 1, HOPPER)
     assert rank.total / GIB == pytest.approx(PEAKS[part, case.model, policy], rel=0.02)
 
 
