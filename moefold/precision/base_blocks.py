@@ -138,6 +138,10 @@ class BlockRecipe:
         self.products: Products | None = products
         self.dequantise = kernels[dequantise_rows]
 
+    @property
+    def input_maker(self) -> object:
+        return self
+
     def input(self, x: Tensor, rows: ExpertRows | None) -> PlainRows:
         ends_E = None if rows is None else rows.ends_E
         return PlainRows(x, ends_E)

@@ -44,7 +44,7 @@ class DelayedFp8Recipe(Fp8Recipe):
         by_channel = spec.columns == "channel"
         self.histories: dict[Role, OperandHistory] = {}
         for role in roles:
-            self.histories[role] = OperandHistory(weight, role, options, by_channel)
+            self.histories[role] = OperandHistory(weight, role, options, self.rules[role], by_channel)
         self.recorded_H = torch.zeros(options.history, dtype=torch.int64, device="cpu")
 
     @property
@@ -57,6 +57,20 @@ class DelayedFp8Recipe(Fp8Recipe):
     def next_place(self) -> int:
         """The place in the histories of the step under way: that of the oldest step."""
         return self.steps % len(self.recorded_H)
+
+    @property
+    def input_maker(self) -> object:
+        """The history of inputs, which recipes of one input share."""
+        return self.histories.get("input", self)
+
+    def could_read_input_of(self, other: DelayedFp8Recipe) -> bool:
+        """Whether the histories of inputs of both recipes are alike."""
+        mine, its = self.histories["input"], other.histories["input"]
+        return self.spec == other.spec and mine.describes_as(its)
+
+    def read_input_of(self, other: DelayedFp8Recipe) -> None:
+        """From now on, have the history of inputs of another recipe, of a product that reads the same."""
+        self.histories["input"] = other.histories["input"]
 
     @property
     def scales_each_row(self) -> bool:
@@ -99,7 +113,7 @@ class DelayedFp8Recipe(Fp8Recipe):
         history = self.histories.get(role)
         if history is None or self.steps == 0:
             return None
-        return history.scales(self.rules[role])
+        return history.scales()
 
     def take_note(self, role: Role, tiles: RowTiles, found: DelayedTiles) -> Tensor | None:
         """Of largest magnitudes and saturated values; the number of these, where they are counted."""

@@ -19,13 +19,13 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product
 from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, GroupedProducts
-from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role, ends_of_rows
+from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role
 from moefold.kernels.quantise.delayed_tiles import DelayedScales, DelayedTiles
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat, quantise_weight
-from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
-from moefold.kernels.quantise.wide_scales import WideKind, WideScales, wide_scales
+from moefold.kernels.quantise.row_tiles import RowTiles, TileSample, dense_tiles, row_tiles
+from moefold.kernels.quantise.wide_scales import WideKind, WideScales, repeat_for_rows, wide_scales
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.weight_copies import cached_copy
 from moefold.precision.linear import RecipeTensors
@@ -82,6 +82,10 @@ class Fp8Recipe:
         self.rules["gradient"] = ScaleRule(gradient_format, power_of_two)
         self.weight_format = WeightFormat(spec.weight, rule)
 
+    @property
+    def input_maker(self) -> object:
+        return self
+
     def input(self, x: Tensor, rows: ExpertRows | None) -> TileOperand:
         role: Role = "input"
         if rows is not None and rows.are_tokens:
@@ -110,9 +114,8 @@ class Fp8Recipe:
     def quantise_rows(self, x: Tensor, rows: ExpertRows | None, role: Role) -> TileOperand:
         """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""
         count, width = x.shape
-        ends_E = ends_of_rows(x, rows)
         make_tiles = self.kernels[row_tiles]
-        tiles = make_tiles(ends_E, count)
+        tiles = dense_tiles(make_tiles, x) if rows is None else make_tiles(rows.ends_E, count)
         source = x
         if count == 0:
             source = x.new_zeros(1, width)  # tiles without rows still name a first row
@@ -135,8 +138,12 @@ class Fp8Recipe:
         of_columns: Scales = "block"
         if self.spec.rows != "block":
             find_maxima = self.kernels[tile_maxima]
-            maxima = find_maxima(x, tiles, index_R)
-            of_rows, of_columns = self.scales_from_maxima(maxima, tiles, role)
+            each_row = rows and self.spec.rows == "row"
+            if role == "tokens" and self.spec.rows == "tensor" and index_R is not None:
+                of_rows, of_columns = self.scale_of_tokens(x, tiles)
+            else:
+                maxima = find_maxima(x, tiles, index_R, each_row)
+                of_rows, of_columns = self.scales_from_maxima(maxima, tiles, role)
         if not rows:
             of_rows = None
         if not columns:
@@ -164,20 +171,39 @@ class Fp8Recipe:
         """Whether this step records statistics."""
         return self.watch.seen is not None
 
-    def show_copies(
-        self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles, saturated: Tensor | None = None
-    ) -> None:
-        """Show the watch copies that a fused kernel made of x."""
-        self.watch.see_rows(role, x, tiles, copies, saturated=saturated)
+    def sample_of(self, tiles: RowTiles) -> TileSample:
+        """The tiles that the watch is shown."""
+        return self.watch.sample_of(tiles)
 
-    def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
+    def show_sample(
+        self,
+        role: Role,
+        x: Tensor,
+        tiles: RowTiles,
+        copies: QuantisedTiles,
+        sample: TileSample,
+        saturated: Tensor | None = None,
+    ) -> None:
+        """Show the watch a sample of the tiles of x, of which a fused kernel made copies."""
+        if self.is_watched:
+            self.watch.note_rows(role, x, tiles, copies, sample.factor, saturated=saturated)
+
+    def show_rows(self, x: Tensor, tiles: RowTiles, sample: TileSample) -> None:
         """Show the watch the copy along rows that an epilogue made of an input, from the input itself."""
         if not self.is_watched:
             return
         rule = self.rules["input"]
         make_copies = self.kernels[quantise_tiles]
         copies = make_copies(x, tiles, rule, "block")
-        self.watch.note_rows("input", x, tiles, copies)
+        self.watch.note_rows("input", x, tiles, copies, sample.factor)
+
+    def scale_of_tokens(self, x: Tensor, tiles: RowTiles) -> WideScales:
+        """The scale of all tokens, whether they have rows or not, for those that `tiles` gather: each is read once."""
+        token_tiles = dense_tiles(self.kernels[row_tiles], x)
+        find_maxima = self.kernels[tile_maxima]
+        maxima = find_maxima(x, token_tiles, None, False)
+        of_tokens = self.scales_from_maxima(maxima, token_tiles, "tokens")
+        return spread_scale(of_tokens.columns_MD[:1, 0], tiles, x.shape[1])
 
     def scales_from_maxima(self, maxima: TileMaxima, tiles: RowTiles, role: Role) -> WideScales:
         """Current scales that are wider than a block, as `quantise_tiles` takes them."""
@@ -189,6 +215,13 @@ class Fp8Recipe:
         rule = self.rules[role]
         find_scales = self.kernels[wide_scales]
         return find_scales(maxima, tiles, kind, rule)
+
+
+def spread_scale(scale_1: Tensor, tiles: RowTiles, width: int) -> WideScales:
+    """One scale for all rows and columns."""
+    scale_M1 = scale_1.expand(len(tiles.tiles_M4), 1)
+    columns_MD = scale_M1.expand(-1, width).contiguous()
+    return WideScales(repeat_for_rows(scale_M1), columns_MD)
 
 
 def as_stack(w: Tensor) -> Tensor:

@@ -65,6 +65,10 @@ class MicroscalingRecipe:
         make_products = HardwareProducts if has_format else MicroProducts
         self.products: Products | None = make_products(self.format, kernels)
 
+    @property
+    def input_maker(self) -> object:
+        return self
+
     def input(self, x: Tensor, rows: ExpertRows | None) -> MicroOperand:
         return self.quantise(x, rows, None)
 

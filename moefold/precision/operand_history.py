@@ -3,16 +3,13 @@
     experts     for each expert the largest magnitude of its rows; a dense layer is one expert
     channels    for each expert and channel, where copies along columns have scales of their own
 
-Ranks agree on them at the end of a step (precision/scale_histories.py). An expert or a channel that had no value other
-than zero in all these steps has the scale of what it is a part of: a channel that of its expert, an expert that of the
-expert with the largest values.
+Ranks agree on them at the end of a step (precision/scale_histories.py), and scales of all operands are made at once
+(precision/scale_table.py).
 
-H steps, E experts, e of them held here, C channels held here.
+E experts, e of them held here, C channels held here.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,40 +17,24 @@ from torch import Tensor
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.linear.product import Role
 from moefold.kernels.quantise.delayed_tiles import DelayedScales
-from moefold.kernels.quantise.fp8 import ScaleRule, scale_from_amax
-from moefold.layout.axes import Axis, World
-from moefold.layout.declare import Declaration, PartOfTensor
+from moefold.kernels.quantise.fp8 import ScaleRule
+from moefold.layout.declare import Declaration
 from moefold.layout.placement import DimCuts, Placement
-from moefold.layout.weight_copies import cached_copy
 from moefold.precision.linear import PlacedWeight, RecipeTensors
-
-
-class MaximaWindow:
-    """Largest magnitudes of the last steps, `last` (H, ...), and of the step under way so far, `now`: this rank's part
-    of the tensor that `declaration` describes, on which the ranks of `axis` agree."""
-
-    def __init__(self, steps: int, declaration: Declaration, world: World, axis: Axis):
-        self.declaration = declaration
-        self.part = declaration.part(world)
-        self.axis = axis
-        device = world.device
-        sizes = [size for _, size in self.part]
-        self.last = torch.zeros(steps, *sizes, device=device)
-        self.now = torch.zeros(sizes, device=device)
-
-    def state(self) -> PartOfTensor:
-        steps = len(self.last)
-        shape = (steps, *self.declaration.shape)
-        all_steps = (0, steps)
-        box = [all_steps, *self.part]
-        return PartOfTensor(self.last, shape, box)
+from moefold.precision.maxima_windows import MaximaWindow
+from moefold.precision.scale_table import OperandWindows, ScaleTable, TableKind
 
 
 class OperandHistory:
     """The history of one operand of a product. `saturated`: values so far that were beyond the range of their scale,
     over all ranks; `saturated_now`: those of the step under way on this rank."""
 
-    def __init__(self, weight: PlacedWeight, role: Role, options: PrecisionConfig, by_channel: bool):
+    table: ScaleTable | None = None
+    number = 0
+
+    def __init__(
+        self, weight: PlacedWeight, role: Role, options: PrecisionConfig, rule: ScaleRule, by_channel: bool
+    ):  # fmt: skip
         declaration, world = weight
         steps = options.history
         self.held = held_experts(weight)
@@ -67,7 +48,8 @@ class OperandHistory:
             replicas = world.gradients_of(of_channels.placement)
             self.channels = MaximaWindow(steps, of_channels, world, replicas)
             self.windows.append(self.channels)
-        self.room = 2.0**options.margin
+        self.operand = OperandWindows(self.experts, self.held, self.channels)
+        self.kind = TableKind(rule, 2.0**options.margin)
         device = world.device
         self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
         self.saturated_now = torch.zeros_like(self.saturated)
@@ -81,6 +63,11 @@ class OperandHistory:
             kept["channel_maxima"] = part
         return kept
 
+    def describes_as(self, other: OperandHistory) -> bool:
+        """Whether the windows of both are parts of tensors that are alike."""
+        mine, its = ([window.declaration for window in history.windows] for history in (self, other))
+        return self.kind == other.kind and mine == its
+
     def seen_now(self) -> tuple[Tensor, Tensor | None]:
         """Where the step under way takes note: (e,) of experts, (e, C) of channels where these are kept."""
         now_e = self.experts.now[self.held]
@@ -90,31 +77,18 @@ class OperandHistory:
         now_eC = self.channels.now.view(experts, -1)
         return now_e, now_eC
 
-    def scales(self, rule: ScaleRule) -> DelayedScales:
-        """Those of the last steps alone."""
-        make_scales = partial(self.expert_scales, rule)
-        return cached_copy(self.experts.last, rule, make_scales)
+    def join(self, table: ScaleTable, number: int) -> None:
+        """Have scales made with those of other operands; `number`: of this one in the table."""
+        self.table = table
+        self.number = number
 
-    def expert_scales(self, rule: ScaleRule, last_HE: Tensor) -> DelayedScales:
-        """Made once a step, and kept until the history of experts, `last_HE`, changes."""
-        seen_E = last_HE.amax(0)
-        most = seen_E.amax()
-        is_unseen_E = seen_E == 0
-        most_E = torch.where(is_unseen_E, most, seen_E)
-        most_e1 = most_E[self.held, None]
-        largest_e1 = most_e1 * self.room
-        rows_e1 = scale_from_amax(largest_e1, rule)
-        if self.channels is None:
-            return DelayedScales(rows_e1, rows_e1)
-        experts = len(most_e1)
-        last = self.channels.last
-        seen_channels = last.amax(0)
-        seen_eC = seen_channels.view(experts, -1)
-        is_unseen_eC = seen_eC == 0
-        most_eC = torch.where(is_unseen_eC, most_e1, seen_eC)
-        largest_eC = most_eC * self.room
-        columns_eC = scale_from_amax(largest_eC, rule)
-        return DelayedScales(rows_e1, columns_eC)
+    def scales(self) -> DelayedScales:
+        """Those of the last steps alone."""
+        if self.table is None:
+            table = ScaleTable(self.kind, [self.operand])
+            self.join(table, 0)
+            return table.scales_of(0)
+        return self.table.scales_of(self.number)
 
 
 def held_experts(weight: PlacedWeight) -> slice:

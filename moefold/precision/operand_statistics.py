@@ -1,6 +1,6 @@
 """Statistics of the FP8 operands of a model at recorded steps: every `every`-th step.
 
-Each product has a watch of its own (operand_watch.py); products that read one input and share a recipe are multiplied
+Each product has a watch of its own (operand_watch.py); products that share the operand of one input are multiplied
 together, and have one watch. At the end of a recorded step the ranks of a pipeline stage, which have the same products
 in the same order, add up their sums and take the largest of their extremes; nothing waits for the device.
 """
@@ -57,7 +57,7 @@ class OperandStatistics:
         if not self.records:
             return
         for watch in self.watches.values():
-            watch.begin()
+            watch.begin(number // self.every)
 
     @torch.no_grad()
     def end_step(self) -> StageOperands | None:
@@ -114,13 +114,15 @@ def give_watches(model: nn.Module, is_rerun: IsRerun) -> Watches:
     watches: Watches = {}
     by_input = products_by_input(model)
     for name, products in by_input.items():
-        first = products[0]
-        recipe = copy.copy(first.recipe)
-        assert isinstance(recipe, Fp8Recipe)
-        recipe.watch = OperandWatch(recipe.kernels, is_rerun)
+        made: dict[int, Fp8Recipe] = {}  # by the identity of the recipe before
         for product in products:
-            product.recipe = recipe
-        watches[name] = recipe.watch
+            assert isinstance(product.recipe, Fp8Recipe)
+            watch = watches.setdefault(name, OperandWatch(product.recipe.kernels, is_rerun))
+            before = id(product.recipe)
+            if before not in made:
+                made[before] = copy.copy(product.recipe)
+                made[before].watch = watch
+            product.recipe = made[before]
     if watches:
         bind_fused_kernels(model)  # fused kernels hold the recipes too
     return watches
@@ -130,7 +132,7 @@ def products_by_input(model: nn.Module) -> ProductGroups:
     """FP8 products by name; those that are multiplied together are one: `blocks.0.attention.query, key, value`."""
     groups: dict[nn.Module, tuple[Product, ...]] = {}
     for module in model.modules():
-        if isinstance(module, LinearGroup) and module.share_recipe:
+        if isinstance(module, LinearGroup) and module.share_input:
             layers = module.layers
             groups |= dict.fromkeys(layers, layers)
     found: ProductGroups = {}

@@ -1,6 +1,8 @@
 """Watch over the FP8 operands of a product: figures of every copy that a recorded step quantises.
 
 A recipe shows its watch each copy of an input, a gradient or a weight; outside recorded steps the watch does nothing.
+It looks at some tiles of a large copy, others in each recorded step, and at some outputs of a large weight; sums tell
+of all values in proportion, extremes are those of the values looked at.
 Figures stay on the device. They are shares and ratios, so that values that several ranks hold alike may be counted on
 each of them.
 """
@@ -25,12 +27,15 @@ from moefold.kernels.quantise.rounding_figures import (
     matrices_of_weight,
     rounding_figures,
 )
-from moefold.kernels.quantise.row_tiles import RowTiles, padded_index
+from moefold.kernels.quantise.row_tiles import RowTiles, TileSample, padded_index
 from moefold.layout.gradient_sink import underlying_parameter
 from moefold.layout.weight_copies import keeps_values
 from moefold.observe.fp8_stats import OperandKind
 
 IsRerun = Callable[[], bool]
+MOST_TILES = 32  # of a copy
+MOST_EXPERTS = 8  # of a weight
+MOST_OUTPUTS = 512  # of an expert
 
 
 class SeenCopy(NamedTuple):
@@ -54,8 +59,10 @@ class OperandWatch:
         self.is_rerun = is_rerun
         self.seen: list[SeenCopy] | None = None
         self.weights: set[int] = set()  # parameters that were seen in this step
+        self.turn = 0  # of the recorded step: which tiles are looked at
 
-    def begin(self) -> None:
+    def begin(self, turn: int = 0) -> None:
+        self.turn = turn
         self.seen = []
         self.weights.clear()
 
@@ -79,7 +86,16 @@ class OperandWatch:
         in_forward = role != "gradient" and copies.rows is not None  # columns alone are made in backward
         if in_forward and self.is_rerun():
             return
-        self.note_rows(role, x, tiles, copies, index_R, saturated)
+        sample = self.sample_of(tiles)
+        few = sample.of_tiles(tiles)
+        copies = copies.of_sample(sample)
+        self.note_rows(role, x, few, copies, sample.factor, index_R, saturated)
+
+    def sample_of(self, tiles: RowTiles) -> TileSample:
+        """The tiles of a copy that are looked at."""
+        count = len(tiles.tiles_M4)
+        every = -(-count // MOST_TILES)
+        return TileSample(self.turn % every, every, count)
 
     def note_rows(
         self,
@@ -87,13 +103,14 @@ class OperandWatch:
         x: Tensor,
         tiles: RowTiles,
         copies: QuantisedTiles,
+        factor: float,
         index_R: Tensor | None = None,
         saturated: Tensor | None = None,
     ) -> None:
         kind: OperandKind = "gradient" if role == "gradient" else "activation"
         index_P = padded_index(tiles, index_R)
         for copy in matrices_of_copies(copies):
-            self.note(kind, x, index_P, copy, saturated)
+            self.note(kind, x, index_P, copy, factor, saturated)
             saturated = None
 
     def see_weight(self, w: Tensor, copies: QuantisedWeight) -> None:
@@ -104,10 +121,22 @@ class OperandWatch:
         if parameter in self.weights:
             return
         self.weights.add(parameter)
+        experts, outputs, _ = copies.forward.values.shape
         w_ND = w.detach().flatten(0, -2)
-        index_N = torch.arange(len(w_ND), device=w.device)
-        for copy in matrices_of_weight(copies):
-            self.note("weight", w_ND, index_N, copy)
+        numbers_EN = torch.arange(len(w_ND), device=w.device).view(experts, outputs)
+        part = self.part_of_weight(experts, outputs)
+        index_P = numbers_EN[part].flatten()
+        factor = len(w_ND) / len(index_P)
+        for values_ENC, scales_ENK in matrices_of_weight(copies):
+            copy = CopyMatrices(values_ENC[part], scales_ENK[part])
+            self.note("weight", w_ND, index_P, copy, factor)
+
+    def part_of_weight(self, experts: int, outputs: int) -> tuple[slice, slice]:
+        """The experts that are looked at, and the outputs of each."""
+        every = -(-experts // MOST_EXPERTS)
+        windows = -(-outputs // MOST_OUTPUTS)
+        first = self.turn // every % windows * MOST_OUTPUTS  # when all experts have had their turn, other outputs
+        return slice(self.turn % every, None, every), slice(first, first + MOST_OUTPUTS)
 
     def note(
         self,
@@ -115,11 +144,14 @@ class OperandWatch:
         source_ND: Tensor,
         index_P: Tensor,
         copy: CopyMatrices,
+        factor: float,
         saturated: Tensor | None = None,
     ) -> None:
         assert self.seen is not None, "no step is recorded"
         find_figures = self.kernels[rounding_figures]
         figures = find_figures(source_ND, index_P, copy)
+        if factor != 1:
+            figures = figures._replace(sums_4=figures.sums_4 * factor)
         if saturated is None:
             saturated = torch.zeros(1, dtype=torch.int64, device=source_ND.device)
         seen = SeenCopy(kind, figures, saturated)

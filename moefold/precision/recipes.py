@@ -5,7 +5,7 @@
 A product is a `Linear` or a `GroupedLinear`; its name is its path in the model. A recipe maker gets the kernels and
 the options of the section `precision`, and returns a function from a product to its recipe: stateless recipes are one
 object for all products, a recipe with state is made for each product. Layers that read one input are multiplied
-together where they share a recipe object.
+together where they share a recipe object, or the history of that input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moefold.kernels.quantise.quantise_weight import WeightFormat
 from moefold.layout.declare import PartOfTensor, declared_parameters
 from moefold.precision.delayed import DelayedFp8Recipe
 from moefold.precision.fp8 import Fp8Recipe
-from moefold.precision.linear import FusesProducts, GroupedLinear, Linear, PlacedWeight
+from moefold.precision.linear import FusesProducts, GroupedLinear, Linear, LinearGroup, PlacedWeight
 from moefold.precision.microscaling import MicroscalingRecipe
 
 Product = Linear | GroupedLinear
@@ -99,7 +99,25 @@ def attach_recipes(
         recipe_name = recipe_of[name]
         recipe = made[recipe_name](name, product)
         product.use_recipe(recipe, kernels)
+    join_inputs(model)
     bind_fused_kernels(model)
+
+
+def join_inputs(model: nn.Module) -> None:
+    """Let layers that read one input have one history of it."""
+    for module in model.modules():
+        if isinstance(module, LinearGroup):
+            recipes = [layer.recipe for layer in module.layers]
+            if all(isinstance(recipe, DelayedFp8Recipe) for recipe in recipes):
+                join_inputs_of_group(cast(list[DelayedFp8Recipe], recipes))
+
+
+def join_inputs_of_group(recipes: list[DelayedFp8Recipe]) -> None:
+    """All of a group or none: layers that quantise one input apart count its saturated values apart."""
+    first, *others = recipes
+    if all(other.could_read_input_of(first) for other in others):
+        for other in others:
+            other.read_input_of(first)
 
 
 def bind_fused_kernels(model: nn.Module) -> None:

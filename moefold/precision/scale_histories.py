@@ -2,13 +2,15 @@
 
 The ranks of a pipeline stage have the same products in the same order. Each rank has seen other rows, and other experts
 or channels: one all-reduce for each set of ranks that share something takes the largest magnitudes over them, and one
-sums the counts of saturated values.
+sums the counts of saturated values. All windows lie side by side, so that a step takes few launches, however many
+products there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,40 +20,50 @@ from moefold.comm.host_copies import integers_on_device
 from moefold.layout.axes import Axis, World
 from moefold.layout.weight_copies import count_change
 from moefold.precision.delayed import DelayedFp8Recipe
-from moefold.precision.operand_history import MaximaWindow, OperandHistory
+from moefold.precision.maxima_windows import JoinedWindows, MaximaWindow
+from moefold.precision.operand_history import OperandHistory
 from moefold.precision.recipes import named_products
-
-Tensors = Sequence[Tensor]
+from moefold.precision.scale_table import ScaleTable, TableKind
 
 
 class ScaleHistories:
     """Empty for a model without delayed scales. `places`: of each recipe, the place in its histories of the step under
-    way, on the device. `agreed`: the windows of all histories, by the axis whose ranks agree on them."""
+    way, on the device. `agreed`: the windows of all histories, by the axis whose ranks agree on them. `saturated` and
+    `saturated_now` have the counts of all histories."""
 
     def __init__(self, model: nn.Module, world: World):
         self.everyone = world.dp_cp_tp
         self.recipes = delayed_recipes(model)
-        self.histories: list[OperandHistory] = []
-        self.agreed: dict[Axis, AgreedWindows] = {}
         count = len(self.recipes)
         self.places = torch.zeros(count, dtype=torch.int64, device=world.device)
+        by_kind = defaultdict[TableKind, list[OperandHistory]](list)
+        recipe_of: dict[MaximaWindow, int] = {}
         for number, recipe in enumerate(self.recipes):
-            end = number + 1
-            place = self.places[number:end]
             for history in recipe.histories.values():
-                self.add_history(history, place)
-        for windows in self.agreed.values():
-            windows.join_memory()
+                if history.experts not in recipe_of:  # several recipes may share that of their input
+                    by_kind[history.kind].append(history)
+                    recipe_of |= dict.fromkeys(history.windows, number)
+        self.histories = list(chain.from_iterable(by_kind.values()))  # those of a table are neighbours
+        by_axis = defaultdict[Axis, list[MaximaWindow]](list)
+        for history in self.histories:
+            for window in history.windows:
+                by_axis[window.axis].append(window)
+        self.agreed: list[AgreedWindows] = []
+        for axis, windows in by_axis.items():
+            recipes = [recipe_of[window] for window in windows]
+            self.agreed.append(AgreedWindows(axis, windows, recipes))
+        for kind, histories in by_kind.items():
+            join_table(kind, histories)
+        self.join_counts(world.device)
 
-    def add_history(self, history: OperandHistory, place: Tensor) -> None:
-        self.histories.append(history)
-        for window in history.windows:
-            axis = window.axis
-            if axis not in self.agreed:
-                self.agreed[axis] = AgreedWindows(axis)
-            agreed = self.agreed[axis]
-            recorded = RecordedWindow(window, place)
-            agreed.windows.append(recorded)
+    def join_counts(self, device: torch.device) -> None:
+        """Let the histories' counts be views of two tensors."""
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self.saturated = torch.cat([none, *(history.saturated for history in self.histories)])
+        self.saturated_now = torch.zeros_like(self.saturated)
+        for number, history in enumerate(self.histories):
+            history.saturated = self.saturated[number : number + 1]
+            history.saturated_now = self.saturated_now[number : number + 1]
 
     def write_places(self) -> None:
         """Write the places of the next step to the device; they may differ where a recipe is new in a resumed run."""
@@ -65,19 +77,21 @@ class ScaleHistories:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Forget what passes since the last step have seen: validation, or a survey of the routing."""
-        for windows in self.agreed.values():
-            windows.seen.zero_()
-        for history in self.histories:
-            history.saturated_now.zero_()
+        if not self.recipes:
+            return
+        for windows in self.agreed:
+            windows.now_T.zero_()
+        self.saturated_now.zero_()
 
     @torch.no_grad()
     def record_step(self, sound: Tensor) -> None:
         """Record the step in the histories, in the places that were written for it, unless it was not `sound`."""
         if not self.recipes:
             return
-        for windows in self.agreed.values():
-            windows.record(sound)
-        self.add_saturated()
+        for windows in self.agreed:
+            windows.record(self.places, sound)
+        counts = all_reduce_no_grad(self.saturated_now.clone(), self.everyone)
+        self.saturated += counts
 
     def note_recorded(self) -> None:
         """Count a step whose maxima the device has written, or will have."""
@@ -87,16 +101,13 @@ class ScaleHistories:
 
     def forget_scales(self) -> None:
         """Let scales be made anew from the histories when they are next asked for."""
-        for history in self.histories:
-            changed = [window.last for window in history.windows]
-            count_change(changed)
+        count_change(windows.last_HT for windows in self.agreed)
 
-    def add_saturated(self) -> None:
-        counts_here = [history.saturated_now for history in self.histories]
-        joined = torch.cat(counts_here)
-        counts = all_reduce_no_grad(joined, self.everyone)
-        for history, count in zip(self.histories, counts, strict=True):
-            history.saturated += count
+
+def join_table(kind: TableKind, histories: Sequence[OperandHistory]) -> None:
+    table = ScaleTable(kind, [history.operand for history in histories])
+    for number, history in enumerate(histories):
+        history.join(table, number)
 
 
 def delayed_recipes(model: nn.Module) -> list[DelayedFp8Recipe]:
@@ -109,47 +120,25 @@ def delayed_recipes(model: nn.Module) -> list[DelayedFp8Recipe]:
     return recipes
 
 
-class RecordedWindow(NamedTuple):
-    """A window of a recipe, and the place in it of the step under way: (1,), on the device."""
+class AgreedWindows(JoinedWindows):
+    """The windows on which the ranks of one axis agree. `recipe_T`: the number of each one's recipe."""
 
-    window: MaximaWindow
-    place: Tensor
-
-    def oldest_step(self) -> Tensor:
-        """What the place of the step under way holds, (1, ...)."""
-        last = self.window.last
-        return last.index_select(0, self.place)
-
-    def write(self, one_step: Tensor) -> None:
-        last = self.window.last
-        last.index_copy_(0, self.place, one_step)
-
-
-class AgreedWindows:
-    """The windows on which the ranks of one axis agree. What the step under way has seen lies in one flat tensor, of
-    which windows have views."""
-
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: Axis, windows: Sequence[MaximaWindow], recipes: Sequence[int]):
+        super().__init__(windows)
         self.axis = axis
-        self.windows: list[RecordedWindow] = []
-        self.seen = torch.empty(0)
+        numbers = torch.tensor(recipes, dtype=torch.int32)
+        recipe_T = numbers.repeat_interleave(torch.tensor(self.sizes))
+        self.recipe_T = recipe_T.to(self.now_T.device)
 
-    def join_memory(self) -> None:
-        parts = [recorded.window.now for recorded in self.windows]
-        self.seen = flattened(parts)
-        views = split_as(self.seen, parts)
-        for recorded, view in zip(self.windows, views, strict=True):
-            recorded.window.now = view
-
-    def record(self, sound: Tensor) -> None:
-        """Write what all ranks have seen in the place of the oldest step, unless the step was not `sound`."""
-        agreed = agree_on_maxima(self.seen, self.axis)
-        oldest = [recorded.oldest_step() for recorded in self.windows]
-        flat_oldest = flattened(oldest)
-        written = torch.where(sound, agreed, flat_oldest)
-        parts = split_as(written, oldest)
-        for recorded, one_step in zip(self.windows, parts, strict=True):
-            recorded.write(one_step)
+    def record(self, places: Tensor, sound: Tensor) -> None:
+        """Write what all ranks have seen in the place of the oldest step, unless the step was not `sound`. `places`: of
+        each recipe, the place of that step."""
+        agreed_T = agree_on_maxima(self.now_T, self.axis)
+        place_T = places.index_select(0, self.recipe_T)
+        place_1T = place_T[None]
+        oldest_1T = self.last_HT.gather(0, place_1T)
+        written_1T = torch.where(sound, agreed_T, oldest_1T)
+        self.last_HT.scatter_(0, place_1T, written_1T)
 
 
 def agree_on_maxima(seen: Tensor, axis: Axis) -> Tensor:
@@ -157,16 +146,3 @@ def agree_on_maxima(seen: Tensor, axis: Axis) -> Tensor:
     the scale of the next step is then NaN."""
     numbers = seen.nan_to_num(nan=torch.inf, posinf=torch.inf)
     return all_reduce_max_no_grad(numbers, axis)
-
-
-def flattened(tensors: Tensors) -> Tensor:
-    flat = [tensor.flatten() for tensor in tensors]
-    return torch.cat(flat)
-
-
-def split_as(flat: Tensor, tensors: Tensors) -> Iterator[Tensor]:
-    """Views of a flat tensor, of the shapes that were flattened."""
-    sizes = [tensor.numel() for tensor in tensors]
-    parts = flat.split(sizes)
-    for part, tensor in zip(parts, tensors, strict=True):
-        yield part.view_as(tensor)

@@ -217,6 +217,11 @@ def depth_of_step(step: Step) -> int:
     return -1 if step.spec.name == "embed" else BEHIND_ALL_LAYERS
 
 
+def rows_of_results(rows: Rows | None) -> Rows | None:
+    """The rows that results of experts are of; None: they are of tokens, and all defined."""
+    return rows if rows is not None and rows.around is None else None
+
+
 class StepInChecks(threading.local):
     """The step that this thread runs now, and how many values of it were looked at. Exchanges may have a thread."""
 
@@ -287,7 +292,7 @@ class FiniteChecks:
         for name, entry in carry.items():
             if name in UNDEFINED_ROWS:
                 continue
-            rows_of_entry = rows if name == "y_RD" else None
+            rows_of_entry = rows_of_results(rows) if name == "y_RD" else None
             for leaf in tree_leaves(entry):
                 if isinstance(leaf, Tensor) and id(leaf) not in given:
                     self.look_at_output(name, leaf, rows_of_entry)
@@ -318,7 +323,7 @@ class FiniteChecks:
         if step is None or inside_recompute():
             return
         given_rows = (given for given in inputs if isinstance(given, Rows))
-        rows = next(given_rows, None)
+        rows = rows_of_results(next(given_rows, None))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 order = self.next_look()

@@ -19,6 +19,7 @@ from moefold.observe.fp8_stats import Figures, ProductOperands
 from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import GroupedLinear, Linear, LinearGroup, PlacedWeight
 from moefold.precision.operand_statistics import OperandStatistics
+from moefold.precision.operand_watch import MOST_EXPERTS, MOST_OUTPUTS, MOST_TILES, OperandWatch
 from moefold.precision.recipes import attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
 from moefold.train.operand_log import read_operands
@@ -95,7 +96,7 @@ def test_counts_are_those_made_by_hand():
 def test_layers_that_read_one_input_are_one_entry_and_are_still_multiplied_together():
     model = Model("fp8_block")
     assert list(model.statistics.watches) == ["blocks.0.query, key", "blocks.0.out", "blocks.0.down"]
-    assert model.block.both.share_recipe
+    assert model.block.both.share_input
     assert model.block.out.recipe is not model.block.query.recipe
 
 
@@ -166,3 +167,35 @@ def test_saturated_values_are_those_that_the_histories_count():
     assert found.saturated == 4
     assert torch.equal(recipe.state()["input_saturated"], torch.tensor([4]))  # pyright: ignore[reportArgumentType]
     assert found.figures()["saturated"] == pytest.approx(4 / (2 * ROWS * WIDTH), rel=1e-5)
+
+
+def test_of_large_operands_a_part_is_read_and_another_in_the_next_recorded_step():
+    model = Model("fp8_tensor")
+    layer = model.block.out
+    tiles = 2 * MOST_TILES - 1  # and one that has no rows
+    x = torch.ones(tiles, 128, WIDTH)
+    x[1::2] = 5.0
+    for step, amax in ((3, 5.0), (6, 1.0)):
+        model.statistics.begin_step(step)
+        recipe_of(layer).input(x.flatten(0, 1), None)
+        found = model.recorded()["blocks.0.out"].activation
+        assert found.values == pytest.approx(2 * x.numel(), rel=0.05), "in proportion"
+        assert found.amax == amax
+    weight = torch.ones(2 * MOST_EXPERTS, 2 * MOST_OUTPUTS, 16)
+    weight[:MOST_EXPERTS, MOST_OUTPUTS:] = 5.0
+    for step, amax in ((3, 1.0), (6, 5.0)):
+        model.statistics.begin_step(step)
+        recipe_of(layer).weight(weight)
+        found = model.recorded()["blocks.0.out"].weight
+        assert found.values == 2 * weight.numel()
+        assert found.amax == amax
+
+
+def test_every_output_of_every_expert_has_its_turn():
+    watch = OperandWatch(KERNELS, lambda: False)
+    experts, outputs = 4 * MOST_EXPERTS, 2 * MOST_OUTPUTS
+    looks_EN = torch.zeros(experts, outputs, dtype=torch.int64)
+    for turn in range(8):
+        watch.begin(turn)
+        looks_EN[watch.part_of_weight(experts, outputs)] += 1
+    assert bool((looks_EN == 1).all())

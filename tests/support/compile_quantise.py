@@ -112,9 +112,10 @@ def delayed_kernels() -> Iterator[tuple[str, str]]:
         ("Gluon", quantise_tiles_launch.GLUON_DELAYED_KERNEL),
     ):
         options = {key: value for key, value in kernel.options.items() if key != "BLOCK"}
-        for about, absent in DELAYED_WAYS:
-            ptx = compile_for_hopper(kernel.quantise, DELAYED_TYPES, constants | absent, options)
-            yield f"quantise delayed, {name}, {about}", ptx
+        for (about, absent), channels in product(DELAYED_WAYS, (1, 2048)):
+            some = constants | absent | {"D": 2048, "C": channels}
+            ptx = compile_for_hopper(kernel.quantise, DELAYED_TYPES, some, options)
+            yield f"quantise delayed, {name}, {about}, scales of {channels}", ptx
     module = delayed_tiles_triton
     types = dict.fromkeys(("maxima_MD", "first_tile_E", "used", "experts_E", "channels_ED"), INT32)
     constants = {"TILES": module.TILES, "COLUMNS": module.COLUMNS}
@@ -269,7 +270,9 @@ def peer_kernels() -> Iterator[tuple[str, str]]:
     integers = ("slots_Ts", "room_s", "finished", "positions_AK", "counts_PC", "index_R", "slots_NK", "ends_e")
     types = dict.fromkeys(words, "*i64") | dict.fromkeys(integers, INT32) | {"overflowed": "*i1"}
     types |= dict.fromkeys(("weights_TK", "weights_AK", "weight_R"), FP32)
+    types |= dict.fromkeys(("x_R", "room_NK"), FP32) | dict.fromkeys(("last_end", "tiles_M4", "count"), INT32)
     types |= {"patience": "i64"} | dict.fromkeys(("x_TD", "out_TD", "y_RD", "room_ND"), "*bf16")
+    types |= dict.fromkeys(("source_ND", "out_RD", "out_PD"), "*bf16")
     widths = {"RANKS": 4, "WIDTH": 4, "SENDERS": 4, "GROUPS": 4, "K": 8, "CHOICES": 8, "PLACES": 128, "HELD": 32}
     flags = {"CLOCKED": True, "SIGNALS": True, "CHOSEN": True, "WATCHES": True}
     tiles = {
@@ -278,6 +281,9 @@ def peer_kernels() -> Iterator[tuple[str, str]]:
         "TOKENS": BLOCK_TOKENS,
         "STEP": plans.counted_blocks(128, 32),
         "FILLED": plans.FILLED,
+        "SCANNED": rows_triton.SCANNED_ROWS,
+        "NUMBERS": rows.NUMBERS,
+        "TILE": rows_triton.TILE,
     }
     constants = widths | flags | tiles | {"ETP": 1, "MULTIPLE": 1, "EACH": 0, "WIDE": tl.float32}
     for about, kernel, warps in (
@@ -286,6 +292,9 @@ def peer_kernels() -> Iterator[tuple[str, str]]:
         ("arrange arrivals", plans.arrange_arrivals_kernel, 8),
         ("push peer rows", rows.push_peer_rows_kernel, rows.WARPS),
         ("sum rows into", rows.sum_rows_into_kernel, 4),
+        ("write choices into", rows.write_choices_into_kernel, rows.WARPS),
+        ("spread rows", rows_triton.spread_rows_kernel, 4),
+        ("gather padded rows", rows_triton.gather_padded_kernel, 8),
         ("sum peer rows", rows.sum_peer_rows_kernel, rows.WARPS),
     ):
         yield about, compile_for_hopper(kernel, types, constants, {"num_warps": warps})

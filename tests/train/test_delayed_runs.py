@@ -39,6 +39,18 @@ def histories(run: Run) -> dict[str, tuple[object, torch.Tensor]]:
     return found
 
 
+def test_frozen_layers_without_a_backward_go_on_recording_what_they_read(tmp_path: Path):
+    """Their activations' scales come from the last steps as those of other layers do."""
+    frozen = ["--optim.groups", "embedding.*: frozen, blocks.0.*: frozen", "--model.layers", "2"]
+    run = make_run(tmp_path, "fp8_tensor", *DELAYED, *ONE_FUNCTION, *frozen)
+    losses_of(run, 5)
+    kept = {name: values for name, (_, values) in histories(run).items() if name.endswith("down_product.input_maxima")}
+    assert len(kept) == 2
+    for name, values in kept.items():
+        assert values.shape[0] == 3, name
+        assert (values.amax(dim=tuple(range(1, values.dim()))) > 0).all(), name
+
+
 @pytest.mark.parametrize(("recipe", "experts"), [("fp8_tensor", []), ("fp8_row", ONE_FUNCTION)])
 def test_losses_are_near_those_of_current_scales_and_a_resumed_run_has_the_same(
     recipe: str, experts: list[str], tmp_path: Path

@@ -30,7 +30,6 @@ from moefold.kernels.quantise.fp8 import (
 from moefold.kernels.quantise.quantise_tiles import CASE_WIDTHS, QuantisedTiles, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.row_tiles import CASE_SOURCES, RowTiles, cases_of_tiles, pad_to_tiles
 from moefold.kernels.quantise.wide_scales import (
-    WideScales,
     maxima_of_experts,
     repeat_for_rows,
     scales_of_tiles,
@@ -39,7 +38,7 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_
 
 
 class DelayedScales(NamedTuple):
-    """Scales of experts, fp32: along rows (E, 1), along columns (E, C)."""
+    """Scales of experts, fp32: along rows (E, 1), along columns (E, C). Where C is 1, both are the same."""
 
     rows_E1: Tensor
     columns_EC: Tensor
@@ -80,13 +79,13 @@ def quantise_delayed(
     return DelayedTiles(copies, maxima_MD, saturated_1)
 
 
-def spread_scales(scales: DelayedScales, tiles: RowTiles, width: int) -> WideScales:
-    """Scales of experts as `quantise_tiles` takes them."""
+def spread_scales(scales: DelayedScales, tiles: RowTiles, width: int) -> tuple[Tensor, Tensor]:
+    """Scales of experts as `quantise_tiles` takes them, of rows and of columns."""
     rows_M1 = scales_of_tiles(scales.rows_E1, tiles)
     rows_P = repeat_for_rows(rows_M1)
     columns_MC = scales_of_tiles(scales.columns_EC, tiles)
     columns_MD = columns_MC.expand(-1, width)
-    return WideScales(rows_P, columns_MD.contiguous())
+    return rows_P, columns_MD.contiguous()
 
 
 def count_beyond(x: Tensor, scale: Tensor, format: Fp8Format) -> Tensor:

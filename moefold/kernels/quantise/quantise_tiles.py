@@ -27,16 +27,16 @@ from moefold.kernels.quantise.fp8 import (
     round_to_fp8,
     scale_from_amax,
 )
-from moefold.kernels.quantise.row_tiles import CASE_SOURCES, RowTiles, cases_of_tiles, pad_to_tiles
+from moefold.kernels.quantise.row_tiles import CASE_SOURCES, RowTiles, TileSample, cases_of_tiles, pad_to_tiles
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 Scales = Tensor | Literal["block"] | None  # given; of blocks of 128; or that direction is not wanted
 
 
 class TileMaxima(NamedTuple):
-    """Largest magnitudes: of each row, (P,), and of each column within each tile, (M, D)."""
+    """Largest magnitudes: of each row, (P,), where they are wanted, and of each column within each tile, (M, D)."""
 
-    rows_P: Tensor
+    rows_P: Tensor | None
     columns_MD: Tensor
 
 
@@ -56,29 +56,39 @@ class QuantisedTiles(NamedTuple):
         assert self.columns is not None, "no copy along columns was asked for"
         return self.columns
 
+    def of_sample(self, sample: TileSample) -> QuantisedTiles:
+        """The copies of some tiles."""
+        rows = None if self.rows is None else Quantised(*map(sample.of_rows, self.rows))
+        columns = None if self.columns is None else Quantised(*map(sample.of, self.columns))
+        return QuantisedTiles(rows, columns)
+
 
 @register_inner_op
-def tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
+def tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None, rows: bool = True) -> TileMaxima:
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
     x_MBD = in_blocks(x_PD, 0)
-    rows_P = largest_magnitude(x_PD, 1)
+    rows_P = largest_magnitude(x_PD, 1) if rows else None
     columns_MD = largest_magnitude(x_MBD, 1)
     return TileMaxima(rows_P, columns_MD)
 
 
 @tile_maxima.register_fast("triton")
-def tile_maxima_triton(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
+def tile_maxima_triton(
+    source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None, rows: bool = True
+) -> TileMaxima:
     from moefold.kernels.quantise.quantise_tiles_triton import TRITON_KERNELS, launch_tile_maxima
 
-    return TileMaxima(*launch_tile_maxima(TRITON_KERNELS, source_ND, tiles, index_R))
+    return TileMaxima(*launch_tile_maxima(TRITON_KERNELS, source_ND, tiles, index_R, rows))
 
 
 @tile_maxima.register_fast("gluon")
-def tile_maxima_gluon(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
+def tile_maxima_gluon(
+    source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None, rows: bool = True
+) -> TileMaxima:
     from moefold.kernels.quantise.quantise_tiles_launch import GLUON_KERNELS
     from moefold.kernels.quantise.quantise_tiles_triton import launch_tile_maxima
 
-    return TileMaxima(*launch_tile_maxima(GLUON_KERNELS, source_ND, tiles, index_R))
+    return TileMaxima(*launch_tile_maxima(GLUON_KERNELS, source_ND, tiles, index_R, rows))
 
 
 CASE_WIDTHS = (128, 72)
@@ -93,6 +103,7 @@ def tile_maxima_cases(draw: CaseInputs) -> Cases:
             about = f"{name} of width {width}"
             yield KernelCase(about, (rows_RD, tiles))
             yield KernelCase(f"{about}, gathered", (tokens_ND, tiles, index_R))
+            yield KernelCase(f"{about}, columns alone", (tokens_ND, tiles, index_R, False))
 
 
 @register_inner_op
@@ -156,6 +167,7 @@ def quantise_tiles_cases(draw: CaseInputs) -> Cases:
                 blocks = (tokens_ND, tiles, rule, "block", "block", index_R)
                 yield KernelCase(f"{name} of width {width}, {rule_name}", blocks)
             maxima = tile_maxima(tokens_ND, tiles, index_R)
+            assert maxima.rows_P is not None, "those of rows are wanted"
             scales_P = scale_from_amax(maxima.rows_P, e4m3)
             scales_MD = scale_from_amax(maxima.columns_MD, e4m3)
             given = (tokens_ND, tiles, e4m3, scales_P, scales_MD, index_R)

@@ -161,8 +161,8 @@ def quantise_columns(
 def store_columns(x, factor, values_MDB, m, D):
     """The copy along columns, transposed."""
     q = x * factor[None, :]
-    rounded = q.to(values_MDB.dtype.element_ty)
-    by_column = gl.convert_layout(rounded, BY_COLUMN)
+    by_column = gl.convert_layout(q, BY_COLUMN)
+    rounded = by_column.to(values_MDB.dtype.element_ty)  # a thread's rows, which are neighbours in its words
     r = tile_rows(BY_COLUMN)
     c = tile_columns(BY_COLUMN)
     column_start = c * 128
@@ -170,7 +170,7 @@ def store_columns(x, factor, values_MDB, m, D):
     first = m.to(gl.int64) * 128
     mask = existing_columns(r, c, D)
     at = values_MDB + first * D + place
-    gl.store(at, by_column, mask=mask)
+    gl.store(at, rounded, mask=mask)
 
 
 @gluon.jit
@@ -203,17 +203,19 @@ def quantise_tiles_kernel(
 
 @gluon.jit
 def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D):
-    """Largest magnitudes within 128 columns of each row, and of each column. A tile not in use has zeros."""
+    """Largest magnitudes within 128 columns of each row, where there is room for them, and of each column. A tile not
+    in use has zeros."""
     m = gl.program_id(0)
     x = load_tile(source_ND, tiles_M4, index_R, m, D)
     magnitudes = gl.abs(x)
     r = tile_rows(TILE_LAYOUT)
     c = tile_columns(TILE_LAYOUT)
     # of rows
-    line = wide_program_id(1) * (M * 128)
-    row_at = parts_BP + line + m * 128 + r
-    of_rows = largest_magnitudes(magnitudes, 1)
-    gl.store(row_at, of_rows)
+    if parts_BP is not None:
+        line = wide_program_id(1) * (M * 128)
+        row_at = parts_BP + line + m * 128 + r
+        of_rows = largest_magnitudes(magnitudes, 1)
+        gl.store(row_at, of_rows)
     # of columns
     wide_m = m.to(gl.int64)
     column_at = columns_MD + wide_m * D + c

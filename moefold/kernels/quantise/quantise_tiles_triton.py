@@ -118,7 +118,8 @@ def quantise_tiles_kernel(
 
 @triton.jit
 def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D, BLOCK: constexpr):
-    """Largest magnitudes within 128 columns of each row, and of each column. A tile not in use has zeros."""
+    """Largest magnitudes within 128 columns of each row, where there is room for them, and of each column. A tile not
+    in use has zeros."""
     m = tl.program_id(0)
     r = tl.arange(0, BLOCK)
     tile = tiles_M4 + 4 * m
@@ -128,11 +129,12 @@ def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D,
     x = source.to(tl.float32)
     bits = magnitude_bits(x)
     # of rows, at (b, p)
-    largest = tl.max(bits, 1)
-    part = magnitude_of_bits(largest)
-    line = wide_program_id(1) * (M * BLOCK)
-    at = parts_BP + line + m * BLOCK + r
-    tl.store(at, part)
+    if parts_BP is not None:
+        largest = tl.max(bits, 1)
+        part = magnitude_of_bits(largest)
+        line = wide_program_id(1) * (M * BLOCK)
+        at = parts_BP + line + m * BLOCK + r
+        tl.store(at, part)
     # of columns, at (m, c)
     largest = tl.max(bits, 0)
     column = magnitude_of_bits(largest)
@@ -221,16 +223,17 @@ def kind_of_scales(scales: Scales) -> str | None:
 
 
 def launch_tile_maxima(
-    kernels: TileKernels, source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Largest magnitudes of each row, (P,), and of each column within each tile, (M, D)."""
+    kernels: TileKernels, source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None, rows: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Largest magnitudes of each row, (P,), where they are wanted, and of each column within each tile, (M, D)."""
     tile_count = len(tiles.tiles_M4)
     d = source_ND.shape[1]
     blocks = triton.cdiv(d, BLOCK)
-    parts_BP = source_ND.new_empty(blocks, tiles.padded_rows, dtype=torch.float32)
-    columns_MD = parts_BP.new_empty(tile_count, d)
+    columns_MD = source_ND.new_empty(tile_count, d, dtype=torch.float32)
+    parts_BP = columns_MD.new_empty(blocks, tiles.padded_rows) if rows else None
     source_ND = source_ND.contiguous()
     tensors = (source_ND, tiles.tiles_M4, index_R, parts_BP, columns_MD)
     find_maxima = kernels.maxima[tile_count, blocks]
     find_maxima(*tensors, tile_count, d, **kernels.options)
-    return parts_BP.amax(0), columns_MD
+    rows_P = None if parts_BP is None else parts_BP.amax(0)
+    return rows_P, columns_MD

@@ -100,16 +100,18 @@ def quantise_with_kernels(
     if scales == "block":
         values, of_blocks = kernels.launch_quantise_blocks(w_END, rule)
         return both_layouts(values, of_blocks)
+    from moefold.kernels.quantise.wide_scales_triton import scales_of_maxima
+
     outputs_EN, inputs_ED = kernels.launch_weight_maxima(w_END)
     if scales == "channel":
-        scales_EN = scale_from_amax(outputs_EN, rule)
-        scales_ED = scale_from_amax(inputs_ED, rule)
+        scales_EN = scales_of_maxima(outputs_EN, rule)
+        scales_ED = scales_of_maxima(inputs_ED, rule)
         scales_EN1 = scales_EN[..., None]
         scales_ED1 = scales_ED[..., None]
         kept = (scales_EN1, scales_ED1)
     else:
         most_E1 = outputs_EN.amax(1, keepdim=True)
-        scales_E1 = scale_from_amax(most_E1, rule)
+        scales_E1 = scales_of_maxima(most_E1, rule)
         scales_EN = scales_E1.expand_as(outputs_EN)
         scales_ED = scales_E1.expand_as(inputs_ED)
         scales_E11 = scales_E1[..., None]

@@ -25,14 +25,19 @@ ROOM = {"num_warps": 8, "maxnreg": 128}  # two programs share a multiprocessor: 
 
 def launch_quantise_blocks(w_END: Tensor, rule: ScaleRule) -> tuple[Layouts, Layouts]:
     """Values (E, N, D) and (E, D, N), scales (E, I, J) and (E, J, I)."""
-    _, n, d = w_END.shape
-    w_END = w_END.contiguous()
     values = empty_layouts(w_END, rule)
     scales = empty_scales(w_END)
+    write_blocks(w_END, values, scales, rule)
+    return values, scales
+
+
+def write_blocks(w_END: Tensor, values: Layouts, scales: Layouts, rule: ScaleRule) -> None:
+    """The same into given memory."""
+    _, n, d = w_END.shape
+    w_END = w_END.contiguous()
     launch = quantise_blocks_kernel[grid_of_blocks(w_END)]
     constants = (rule.format.largest, rule.power_of_two)
     launch(w_END, *values, *scales, n, d, *constants, **ROOM)
-    return values, scales
 
 
 def launch_weight_maxima(w_END: Tensor) -> WeightMaxima:

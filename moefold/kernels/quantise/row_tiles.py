@@ -10,14 +10,14 @@ With `index_R`, row r is `source_ND[index_R[r]]`, and a row whose index is -1 is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.quantise.fp8 import BLOCK
+from moefold.kernels.quantise.fp8 import BLOCK, in_blocks
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 
@@ -33,6 +33,9 @@ class RowTiles(NamedTuple):
     @property
     def padded_rows(self) -> int:
         return len(self.tiles_M4) * BLOCK
+
+
+MakeTiles = Callable[[Tensor, int], RowTiles]  # the op
 
 
 @register_inner_op
@@ -149,6 +152,58 @@ def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = No
     one_row = (0, 0, 0, 1)
     source_and_padding = F.pad(source_ND, one_row, value=padding)  # the index -1 reads the last row
     return source_and_padding[index_P]
+
+
+MOST_KEPT = 256
+KEPT_TILES: dict[tuple[int, torch.device], RowTiles] = {}  # of dense layers, by rows and GPU
+
+
+def dense_tiles(make_tiles: MakeTiles, x: Tensor) -> RowTiles:
+    """The tiles of all rows of x, as those of one expert. On a GPU they are made once for so many rows, but for graphs:
+    a graph has tiles of its own, since others may be forgotten while it still reads them."""
+    rows = len(x)
+    kept = (rows, x.device)
+    is_kept = x.is_cuda and not torch.cuda.is_current_stream_capturing()
+    if is_kept and kept in KEPT_TILES:
+        return KEPT_TILES[kept]
+    with torch.inference_mode(False):  # tiles of evaluation are kept for training too
+        ends_E = torch.full((1,), rows, dtype=torch.int32, device=x.device)
+        tiles = make_tiles(ends_E, rows)
+    if is_kept:
+        if len(KEPT_TILES) >= MOST_KEPT:
+            KEPT_TILES.clear()
+        KEPT_TILES[kept] = tiles
+    return tiles
+
+
+class TileSample(NamedTuple):
+    """Some of M = `tiles` tiles of a tensor: those from `first` on, `every` tiles apart."""
+
+    first: int
+    every: int
+    tiles: int
+
+    @property
+    def factor(self) -> float:
+        """What sums over them are multiplied by, to tell of all tiles."""
+        taken = range(self.first, self.tiles, self.every)
+        return self.tiles / len(taken)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Their part of a tensor (M, ...)."""
+        return x[self.first :: self.every]
+
+    def of_rows(self, x_PD: Tensor) -> Tensor:
+        """Their rows of a tensor in padded places."""
+        return self.of(in_blocks(x_PD, 0)).flatten(0, 1)
+
+    def of_tiles(self, tiles: RowTiles) -> RowTiles:
+        """These tiles alone, in padded places of their own. They begin anywhere inside of an expert: `count` and
+        `first_tile_E` do not tell of them."""
+        tiles_M4 = self.of(tiles.tiles_M4).clone()
+        places_M = torch.arange(len(tiles_M4), device=tiles_M4.device)
+        tiles_M4[:, 3] = places_M * BLOCK
+        return tiles._replace(tiles_M4=tiles_M4)
 
 
 def padded_tiles(tiles: RowTiles) -> RowTiles:

@@ -22,14 +22,16 @@ WideKind = Literal["row", "expert", "tensor"]
 
 
 class WideScales(NamedTuple):
-    rows_P: Tensor
+    """`rows_P` is None where each row has a scale of its own and those are not wanted."""
+
+    rows_P: Tensor | None
     columns_MD: Tensor
 
 
 @register_inner_op
 def wide_scales(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule: ScaleRule) -> WideScales:
     if kind == "row":
-        rows_P = scale_from_amax(maxima.rows_P, rule)
+        rows_P = None if maxima.rows_P is None else scale_from_amax(maxima.rows_P, rule)
         channels_MD = expert_maxima(maxima.columns_MD, tiles)
         columns_MD = scale_from_amax(channels_MD, rule)
         return WideScales(rows_P, columns_MD)
@@ -48,7 +50,7 @@ def wide_scales_triton(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule
     from moefold.kernels.quantise import wide_scales_triton as launch
 
     if kind == "row":
-        rows_P = launch.scales_of_maxima(maxima.rows_P, rule)
+        rows_P = None if maxima.rows_P is None else launch.scales_of_maxima(maxima.rows_P, rule)
         columns_MD = launch.scales_of_experts(maxima.columns_MD, tiles, rule)
         return WideScales(rows_P, columns_MD)
     most_M1 = maxima_of_tiles(maxima)
@@ -124,3 +126,5 @@ def wide_scales_cases(draw: CaseInputs) -> Cases:
             for kind in WIDE_KINDS:
                 inputs = (maxima, tiles, kind, rule)
                 yield KernelCase(f"{name} of width {width}, {kind}", inputs)
+            columns_alone = maxima._replace(rows_P=None)
+            yield KernelCase(f"{name} of width {width}, channels alone", (columns_alone, tiles, "row", rule))
