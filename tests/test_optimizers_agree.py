@@ -81,7 +81,7 @@ def differences(cases: list[Config]) -> list[str]:
     on_ranks = run_ranks(traces_of, RANKS, cases)
     found = []
     for number, config in enumerate(cases):
-        alone = replace(single_rank_config(config), train=config.train)  # an odd batch has microbatches of one
+        alone = single_rank_config(config)
         expected = trace_run(alone, single_rank_world(), 2)
         difference = first_mismatch(expected, [rank[number] for rank in on_ranks], TOLERANCE["fp64"])
         if difference:

@@ -10,7 +10,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.kernels.optimizer import adamw_blocks_triton, muon_update_triton, optimizer_triton
+from moefold.kernels.optimizer import (
+    adamw_blocks_triton,
+    muon_update_triton,
+    optimizer_triton,
+)
 from moefold.kernels.optimizer.state_blocks import STATE_BLOCK
 from moefold.kernels.quantise.quantise_weight_triton import ROOM
 from tests.support.compile_quantise import SCALE_CONSTANTS, WEIGHT_TYPES, compile_for_hopper

@@ -20,8 +20,11 @@ from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars,
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.optimizer.state_blocks import CODE_DTYPES, block_dtypes, decode_blocks, encode_blocks
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
+from moefold.layout.tape_entries import entry_facts
 
 SCALED_TOGETHER = 1 << 20  # elements
+LEAST_IN_HALVES = 1 << 16  # weights
+HALF_STEP = 64  # weights: whole vectors of any CPU
 ALL_32_BITS = 0xFFFFFFFF
 
 
@@ -224,7 +227,21 @@ def adamw_triton(
     optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options, first, *scales)
 
 
+def halves_of_update(
+    main, g, m, v, weights, scale, scalars, options, first=0, *block_scales,
+) -> list[tuple[Any, ...]]:  # fmt: skip
+    """The update of the first and of the other weights; of few weights, and with scales of blocks, it is one."""
+    if main.numel() < LEAST_IN_HALVES or any(x is not None for x in block_scales):
+        return []
+    middle = main.numel() // 2 // HALF_STEP * HALF_STEP
+    states = (main, g, m, v, weights)
+    before = [None if x is None else x[:middle] for x in states]
+    behind = [None if x is None else x[middle:] for x in states]
+    return [(*before, scale, scalars, options, first), (*behind, scale, scalars, options, first + middle)]
+
+
 @adamw.register_fast("fused")
+@entry_facts(halves=halves_of_update)
 def adamw_fused(
     main, g, m, v, weights, scale, scalars, options, first=0,
     m_scales=None, v_scales=None, main_scales=None, g_scales=None,

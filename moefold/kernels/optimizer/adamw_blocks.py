@@ -38,7 +38,8 @@ def adamw_blocks(
     dtype: torch.dtype,
 ) -> None:
     """`main` to `first` as in adamw.py. `dtype`: the model's, to which weights are rounded before they are
-    quantised. A scale that is not finite leaves everything as it is."""
+    quantised. A scale that is not finite leaves everything as it is, but that copies may be made again of the same
+    weights."""
     adamw(main, g, m, v, weights, scale, scalars, options, first)
     copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
     rewrite_copies(main, weights, scale, copies, rule, dtype)
@@ -58,6 +59,17 @@ def adamw_blocks_triton(
     main, g, m, v, weights, scale, scalars, options, first, values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype
 ) -> None:
     from moefold.kernels.optimizer import adamw_blocks_triton as launch
+
+    copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
+    launch.launch_adamw_blocks(main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)
+
+
+@adamw_blocks.register_fast("gluon")
+def adamw_blocks_gluon(
+    main, g, m, v, weights, scale, scalars, options, first, values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype
+) -> None:
+    """The update in Triton, then copies in Gluon from a second read of the weights."""
+    from moefold.kernels.optimizer import adamw_blocks_launch as launch
 
     copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
     launch.launch_adamw_blocks(main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moefold.kernels.choice import Choice, Choices, hopper_bf16_runs, runs_on_cuda, triton_computes
 from moefold.kernels.facts import Facts
-from moefold.kernels.quantise.choices import FP8_NEEDS, fp8_casts_run
+from moefold.kernels.quantise.choices import FP8_NEEDS, HOPPER_NEEDS, fp8_casts_run, fp8_gluon_runs
 
 
 def fused_adamw_runs(facts: Facts) -> bool:
@@ -15,6 +15,10 @@ def states_run(facts: Facts) -> bool:
     """Triton casts FP8 on fewer cards than it computes on."""
     has_fp8 = "fp8" in facts.moments or "fp8" in (facts.main, facts.gradients)
     return triton_computes(facts) and (not has_fp8 or fp8_casts_run(facts))
+
+
+def hopper_blocks_run(facts: Facts) -> bool:
+    return triton_computes(facts) and fp8_gluon_runs(facts)
 
 
 def fused_blocks_run(facts: Facts) -> bool:
@@ -34,6 +38,12 @@ CHOICES: Choices = {
         ),
     ),
     "adamw_blocks": (
+        Choice(
+            "gluon",
+            hopper_blocks_run,
+            f"{HOPPER_NEEDS}, fp32 or bf16",
+            "FP8 copies are made of the updated weights in a second pass, each near the memory's speed",
+        ),
         Choice(
             "triton",
             fused_blocks_run,
