@@ -7,11 +7,13 @@ the same memory, and the function reads on the host what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 WritingFunction = Callable[..., None]
+Arguments = tuple[Any, ...]
+F = TypeVar("F", bound=WritingFunction)
 
 
 class OpenTape(Protocol):
@@ -34,3 +36,27 @@ def one_entry(function: WritingFunction) -> WritingFunction:
             function(*args)
 
     return call
+
+
+class EntryFacts(NamedTuple):
+    """What two processes that share a replay (memory/shared_replay.py) may know of an entry.
+
+    `written`: how many of the first arguments it writes; None: any. `halves`: makes of its arguments those of two calls
+    that do the same together, in any order, to the same bits; none where there is nothing to divide.
+    """
+
+    written: int | None = None
+    halves: Callable[..., Sequence[Arguments]] | None = None
+
+
+ENTRY_FACTS: dict[WritingFunction, EntryFacts] = {}
+
+
+def entry_facts(
+    written: int | None = None, halves: Callable[..., Sequence[Arguments]] | None = None
+) -> Callable[[F], F]:
+    def note(function: F) -> F:
+        ENTRY_FACTS[function] = EntryFacts(written, halves)
+        return function
+
+    return note

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from moefold.config.errors import RunFailure, UserError
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
+from moefold.memory.shared_replay import SharedTapeRecorder, one_thread
 from moefold.memory.tape import TapeRecorder
 
 WARM_UP_STEPS = 3  # the first makes what is made once, such as FP8 copies of weights that later steps rewrite
@@ -218,11 +219,15 @@ class Captured(Generic[T]):
 
 class StepGraph(Generic[T]):
     """The graph of a run's step for batches of one form. `compute` is the step as a function of a batch; all else that
-    it reads and writes stays at its address."""
+    it reads and writes stays at its address. `around_observed`: a context of steps that are neither captured nor
+    replayed; `remarks`: what a run has to tell of its replays."""
+
+    around_observed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, recorder: Recorder, warm_up_steps: int = WARM_UP_STEPS):
         self.recorder = recorder
         self.warm_up_steps = warm_up_steps
+        self.remarks: list[str] = []
         self.form: BatchForm | None = None
         self.inputs: StaticBatch | None = None
         self.captured: Captured[T] | None = None
@@ -287,6 +292,14 @@ def make_step_graph(config: Config, world: World) -> StepGraph[Any] | None:
         recorder = CudaRecorder(device)
         return StepGraph(recorder)
     if not tape_obstacles(config, world.size):
-        recorder = TapeRecorder()
-        return StepGraph(recorder)
+        return shared_step_graph() if config.memory.tape_processes > 1 else StepGraph(TapeRecorder())
     return None
+
+
+def shared_step_graph() -> StepGraph[Any]:
+    """A tape that two processes replay, and steps of one thread."""
+    recorder = SharedTapeRecorder()
+    graph: StepGraph[Any] = StepGraph(recorder)
+    graph.around_observed = one_thread
+    graph.remarks = recorder.remarks
+    return graph

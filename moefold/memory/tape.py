@@ -15,7 +15,7 @@ recording, as in a CUDA graph (memory/graphs.py).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -223,28 +223,42 @@ def argument_names(overload: Any) -> set[str]:
 Prepared = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class Plan:
-    """The calls of a tape on tensors at fixed addresses."""
+class PlannedCall(NamedTuple):
+    """A call on tensors at fixed addresses. `outputs`: tensors that results are copied to; None: it writes them."""
 
-    def __init__(self, tape: Tape):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor] | None = None
+
+    def prepared(self) -> Prepared:
+        function = getattr(self.function, "_op", self.function)  # an overload's own function, without its wrapper
+        if self.outputs is not None:
+            function = partial(copy_results, function, self.outputs)
+        return function, self.args, self.kwargs
+
+
+class Plan:
+    """The calls of a tape on tensors at fixed addresses. `rest`: calls for which memory that was freed is left alone,
+    so that calls may change their order."""
+
+    def __init__(self, tape: Tape, rest: int = 0):
+        for memory in tape.memories:
+            memory.last += rest
         self.storages = living_storages(tape.memories)
         offsets, size = arena_offsets(tape.memories, self.storages)
         arena = torch.empty(size, dtype=torch.uint8)
         self.arena = arena.untyped_storage()
         self.offsets = offsets
         self.tensors: dict[Place, Tensor] = {}
-        self.prepared: list[Prepared] = []
-        for call in tape.calls:
-            self.prepared.append(self.prepare(call))
+        self.calls = [self.planned(call) for call in tape.calls]
+        self.prepared = [call.prepared() for call in self.calls]
 
-    def prepare(self, call: Call) -> Prepared:
+    def planned(self, call: Call) -> PlannedCall:
         leaves = [self.at(x) if isinstance(x, Place) else x for x in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.form)
-        function = getattr(call.function, "_op", call.function)  # an overload's own function, without its wrapper
-        if call.copies:
-            outputs = [self.at(x) for x in call.outputs]
-            function = partial(copy_results, function, outputs)
-        return function, tuple(args), dict(kwargs)
+        outputs = [self.at(x) for x in call.outputs] if call.copies else None
+        return PlannedCall(call.function, tuple(args), dict(kwargs), outputs)
 
     def at(self, place: Place) -> Tensor:
         known = self.tensors.get(place)
@@ -261,9 +275,19 @@ class Plan:
         return x
 
     def replay(self) -> None:
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(COUNTS_CHANGES):
-            for function, args, kwargs in self.prepared:
-                function(*args, **kwargs)
+        run_calls(self.prepared)
+
+
+def run_calls(calls: Iterable[Prepared]) -> None:
+    with without_autograd():
+        for function, args, kwargs in calls:
+            function(*args, **kwargs)
+
+
+@contextmanager
+def without_autograd() -> Iterator[None]:
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(COUNTS_CHANGES):
+        yield
 
 
 def copy_results(function: Callable[..., Any], outputs: list[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -325,7 +349,7 @@ class TapeRecorder:
         tape = Tape()
         with open_tape(tape):
             result = work()
-        plan = Plan(tape)
+        replay_plan = self.replay_of(tape)
         if tape.obstacle:
             return result, tape.obstacle
         has_run = True
@@ -333,10 +357,13 @@ class TapeRecorder:
         def replay() -> None:
             nonlocal has_run
             if not has_run:
-                plan.replay()
+                replay_plan()
             has_run = False
 
         return result, replay
+
+    def replay_of(self, tape: Tape) -> Replay:
+        return Plan(tape).replay
 
 
 @contextmanager

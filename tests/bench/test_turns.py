@@ -17,9 +17,9 @@ def test_steps_with_and_without_a_tape_are_timed_beside_all_of_transformers(caps
     options = ["--json", "--turns", "1", "--steps", "1", "--threads", "1", "--model", "mixtral-8x22b-tiny"]
     assert run_command(["turns", *options]) == 0
     (row,) = json.loads(capsys.readouterr().out)["results"]
-    assert list(row["costs"]) == ["moefold", "tape", "eager", "batched_mm", "grouped_mm"]
+    assert list(row["costs"]) == ["moefold", "tape", "two processes", "eager", "batched_mm", "grouped_mm"]
     assert all(cost["wall_ms"] > 0 and cost["cpu_ms"] > 0 for cost in row["costs"].values())
-    assert set(row["times"]) == {"moefold", "tape"}
+    assert set(row["times"]) == {"moefold", "tape", "two processes"}
     assert row["threads"] == 1
 
 
