@@ -11,7 +11,6 @@ from functools import partial
 from torch import Tensor, nn
 
 from moefold.anatomy.activations import ACTIVATIONS
-from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.mlp_activation import mlp_activation
@@ -20,7 +19,7 @@ from moefold.layout.placement import sharded_over_tp
 from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Region
+from moefold.model.steps import Region, call_directly
 from moefold.precision.linear import Linear
 
 Activate = Callable[[Tensor, Tensor | None], Tensor]  # of the first product and the router's weights, if any
@@ -55,20 +54,16 @@ class Mlp(nn.Module):
         self.down = Linear(world, ffn, d, std=down_std, placement=over_inputs)
         kernels = parts.kernels
         self.activate = bind_activation(activation, kernels)
-        tp = world.axis("tp")
-        self.gather_tokens = bind_collective(all_gather, tp)
         self.gather_region = Region("norm")
-        self.scatter_sums = bind_collective(reduce_scatter, tp)
+        self.tp_projections = parts.tp_projections
 
     def forward(self, x_TD: Tensor) -> Tensor:
         # All tokens of this cp rank meet this rank's part of the width.
-        gather = self.gather_tokens
-        x_CD = self.gather_region(gather, x_TD)
-        project_up = self.get_submodule(self.up_name)
-        h_C2F = project_up(x_CD)  # or h_CF, without a gate
+        over_tp = self.tp_projections
+        up = self.get_submodule(self.up_name)
+        h_C2F = over_tp.gather(x_TD, up, self.gather_region)  # or h_CF, without a gate
         a_CF = self.activate(h_C2F, None)
-        summand_CD = self.down(a_CF)
-        return self.scatter_sums(summand_CD)
+        return over_tp.scatter(a_CF, self.down, call_directly)
 
 
 class DenseMlp(Mlp):

@@ -9,16 +9,19 @@ from moefold.dispatch.base import Dispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
 from moefold.model.attention.context_parallel import ContextMechanism
+from moefold.precision.linear import TpProjections
 
 
 @dataclass(frozen=True)
 class ModelParts:
     """`dispatcher` carries tokens to experts; `contexts` are attention in which queries meet keys held by other ranks,
-    by the number of ranks that share a sequence. `row_chunks`: parts of a microbatch that experts compute in turn."""
+    by the number of ranks that share a sequence; `tp_projections` are projections of rows of all tensor-parallel ranks,
+    and sums over them. `row_chunks`: parts of a microbatch that experts compute in turn."""
 
     world: World
     kernels: BoundKernels
     dispatcher: Dispatcher
     contexts: Mapping[int, ContextMechanism]
+    tp_projections: TpProjections
     seq_len: int
     row_chunks: int = 1

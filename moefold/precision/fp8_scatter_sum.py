@@ -11,10 +11,12 @@ C tokens of all tp ranks together, T of this rank, n ranks, D width.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moefold.comm.collectives import all_gather_no_grad, all_to_all_no_grad, reduce_scatter_no_grad
 from moefold.config.run import PrecisionConfig
@@ -93,44 +95,18 @@ def gathered_payloads(
     return dx_nTD.flatten(0, 1)
 
 
-@runtime_checkable
-class SumsOverTp(Protocol):
-    """A module that scatters sums over tp."""
-
-    scatter_sums: object
-
-
-class ScattersInFp8:
-    """What such a module calls."""
-
-    def __init__(
-        self,
-        axis: Axis,
-        format: ScatterFormat,
-    ):
-        self.axis = axis
-        self.format = format
-
-    def __call__(self, summand_CD: Tensor) -> Tensor:
-        return scatter_sums_fp8(summand_CD, self.axis, self.format)
-
-
-def attach_fp8_sums(
-    model: nn.Module,
+def fp8_sums_over_tp(
     world: World,
     precision: PrecisionConfig,
     kernels: BoundKernels,
-) -> None:
-    """Let the modules of a model scatter their sums in FP8, as configured."""
+) -> Callable[[Tensor], Tensor] | None:
+    """What scatters sums over tp in FP8, as configured; None: nothing is sent in FP8."""
     forward = precision.tp_sums == "fp8"
     backward = precision.tp_sum_gradients == "fp8"
     tp = world.axis("tp")
     quantises = forward or backward
     if tp.is_alone or not quantises:
-        return
+        return None
     rule = ScaleRule(E4M3, precision.power_of_two_scales)
     format = ScatterFormat(forward, backward, rule, payload_ops(kernels))
-    scatter = ScattersInFp8(tp, format)
-    for module in model.modules():
-        if isinstance(module, SumsOverTp):
-            module.scatter_sums = scatter
+    return partial(scatter_sums_fp8, axis=tp, format=format)

@@ -6,13 +6,13 @@ The model's classes create them; `use_recipe` sets the number format of their op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
-from moefold.kernels.linear.linear import GroupedGemms, grouped_linear, linear
+from moefold.kernels.linear.linear import GroupedGemms, Recipes, grouped_linear, linear
 from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.linear.product import PLAIN, Adapter, Recipe, WeightAndBias
 from moefold.layout.axes import World
@@ -22,7 +22,8 @@ from moefold.layout.placement import REPLICATED, Placement
 RecipeTensors = dict[str, Tensor | PartOfTensor]  # by name: what outlives a step
 Layers = Sequence[WeightAndBias]
 Outputs = tuple[Tensor, ...]
-MultiplyLayers = Callable[[Tensor, Layers, Recipe, Sequence[Adapter]], Outputs]
+MultiplyLayers = Callable[[Tensor, Layers, Recipes, Sequence[Adapter]], Outputs]
+AnyFunction = Callable[..., Any]
 
 
 class PlacedWeight(NamedTuple):
@@ -91,9 +92,11 @@ class Linear(DeclaringModule):
         self.recipe = recipe
         self.multiply_layers = bound[linear]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, multiply: MultiplyLayers | None = None) -> Tensor:
+        """`multiply`: instead of the layer's own product."""
+        multiply = multiply or self.multiply_layers
         layers = [self.weight_and_bias()]
-        (y,) = self.multiply_layers(x, layers, self.recipe, [self.adapter])
+        (y,) = multiply(x, layers, self.recipe, [self.adapter])
         return self.finish(x, y)
 
     @property
@@ -145,24 +148,63 @@ class LinearGroup(DeclaringModule):
             yield from layer.parameters_read()
 
     @property
-    def share_recipe(self) -> bool:
-        first, *others = self.layers
-        recipe = first.recipe
-        return all(layer.recipe is recipe for layer in others)
+    def share_input(self) -> bool:
+        """Whether all layers read the same operand."""
+        makers = [layer.recipe.input_maker for layer in self.layers]
+        return all(maker is makers[0] for maker in makers)
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor, multiply: MultiplyLayers | None = None) -> list[Tensor]:
         layers = self.layers
         first = layers[0]
-        if not self.share_recipe:
-            return [layer(x) for layer in layers]  # each recipe has its own operand of the input
+        if not self.share_input:
+            return [layer(x, multiply) for layer in layers]
+        multiply = multiply or first.multiply_layers
+        recipes = [layer.recipe for layer in layers]
+        is_one = all(recipe is recipes[0] for recipe in recipes)
         weights_and_biases = [layer.weight_and_bias() for layer in layers]
         adapters = [layer.adapter for layer in layers]
-        flat_outputs = first.multiply_layers(x, weights_and_biases, first.recipe, adapters)
+        flat_outputs = multiply(x, weights_and_biases, recipes[0] if is_one else recipes, adapters)
         outputs: list[Tensor] = []
         for layer, y in zip(layers, flat_outputs, strict=True):
             output = layer.finish(x, y)
             outputs.append(output)
         return outputs
+
+
+class TpProjections(Protocol):
+    """Projections of tensor-parallel ranks: rows of all ranks before one, sums over ranks behind one. `around`: a
+    memory region, called around the rows that are gathered, or around the product."""
+
+    def gather(self, h_TD: Tensor, layers: nn.Module, around: AnyFunction) -> Any:
+        """What a call of the layers gives for the rows of all ranks."""
+        ...
+
+    def scatter(self, x_CN: Tensor, layer: Linear, around: AnyFunction) -> Tensor:
+        """This rank's rows of the sum over ranks of what the layer gives."""
+        ...
+
+    def require_peers(self) -> None:
+        """Fail if a signal of another rank did not come, as far as the host knows without a wait."""
+        ...
+
+
+class ProjectionsByCollectives:
+    """Collectives before and behind whole products."""
+
+    def __init__(self, gather_rows: Callable[[Tensor], Tensor], scatter_sums: Callable[[Tensor], Tensor]):
+        self.gather_rows = gather_rows
+        self.scatter_sums = scatter_sums
+
+    def gather(self, h_TD: Tensor, layers: nn.Module, around: AnyFunction) -> Any:
+        h_CD = around(self.gather_rows, h_TD)
+        return layers(h_CD)
+
+    def scatter(self, x_CN: Tensor, layer: Linear, around: AnyFunction) -> Tensor:
+        summand_CD = around(layer, x_CN)
+        return self.scatter_sums(summand_CD)
+
+    def require_peers(self) -> None:
+        """Collectives fail by themselves."""
 
 
 @runtime_checkable

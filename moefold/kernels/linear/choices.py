@@ -15,6 +15,13 @@ FP8_GEMM = Choice(
     "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "persistent FP8 GEMM; scales applied in registers"
 )
 
+TILES_IN_EXCHANGE = Choice(
+    "triton",
+    hopper_bf16_runs,
+    "bf16 on Hopper with Triton",
+    "tiles of the product run while rows travel; what is sent is signalled in pieces",
+)
+
 CHOICES: Choices = {
     "linear": (
         Choice(
@@ -26,6 +33,10 @@ CHOICES: Choices = {
         TILED_ROWS,
     ),
     "grouped_linear": (),
+    "multiply_gathered": (TILES_IN_EXCHANGE,),
+    "scatter_products": (TILES_IN_EXCHANGE,),
+    "project_to_heads": (TILES_IN_EXCHANGE,),
+    "project_from_heads": (TILES_IN_EXCHANGE,),
     "fp8_product": (FP8_GEMM,),
     "fp8_weight_product": (FP8_GEMM,),
     "tile_weight_product": (

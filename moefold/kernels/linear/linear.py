@@ -83,6 +83,7 @@ class FusedDgradProducts(DenseProducts):
 
 
 Layers = Sequence[WeightAndBias]
+Recipes = Recipe | Sequence[Recipe]  # of all layers, or of each
 Outputs = tuple[Tensor, ...]  # of each layer
 
 DENSE_PRODUCTS = DenseProducts()
@@ -90,12 +91,15 @@ FUSED_DGRAD_PRODUCTS = FusedDgradProducts()
 
 
 @register_op
-def linear(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
+def linear(x: Tensor, layers: Layers, recipe: Recipes = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
     """The output of each layer, with that of its adapter. Each is a node of its own: autograd sums the input
     gradients."""
     outputs: list[Tensor] = []
-    for layer in layers:
-        outputs += multiply(x, [layer], recipe, DENSE_PRODUCTS)
+    if isinstance(recipe, Sequence):  # with one operand of the input
+        outputs += multiply(x, layers, recipe, DENSE_PRODUCTS)
+    else:
+        for layer in layers:
+            outputs += multiply(x, [layer], recipe, DENSE_PRODUCTS)
     return add_adapters(x, outputs, adapters, DENSE_PRODUCTS)
 
 
@@ -118,7 +122,7 @@ def low_rank_product(x: Tensor, adapter: tuple[Tensor, Tensor, float], products:
 
 
 @linear.register_fast("fused_dgrad")
-def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
+def linear_fused_dgrad(x: Tensor, layers: Layers, recipe: Recipes = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
     is_plain = recipe is PLAIN and not any(adapters)
     if is_plain and not torch.is_grad_enabled() and has_few_rows(x):
         return multiply_few_rows(x, layers)
@@ -151,7 +155,7 @@ TILED_PRODUCTS = TiledProducts()
 
 
 @linear.register_fast("invariant")
-def linear_invariant(x: Tensor, layers: Layers, recipe: Recipe = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
+def linear_invariant(x: Tensor, layers: Layers, recipe: Recipes = PLAIN, adapters: Sequence[Adapter] = ()) -> Outputs:
     outputs = multiply(x, layers, recipe, TILED_PRODUCTS)
     return add_adapters(x, outputs, adapters, TILED_PRODUCTS)
 

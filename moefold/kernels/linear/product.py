@@ -106,6 +106,11 @@ class Recipe(Protocol):
     rounds_by_token: bool
     products: Products | None
 
+    @property
+    def input_maker(self) -> object:
+        """What makes operands of inputs: layers that read one input, and have the same, share its operand."""
+        ...
+
     def input(self, x: Tensor, rows: ExpertRows | None) -> Any:
         """The operand of an input. Without `rows`, x is the input of a dense layer."""
         ...
@@ -129,6 +134,10 @@ class PlainRecipe:
     row_multiple = 1
     rounds_by_token = False
     products: Products | None = None
+
+    @property
+    def input_maker(self) -> object:
+        return self
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> Operand:
         return Operand(x)
@@ -162,7 +171,7 @@ class Products(Protocol):
 
 
 class ProductCall(NamedTuple):
-    recipe: Recipe
+    recipes: Sequence[Recipe]  # of each layer; the first makes the operand of their input
     products: Products
     layers: int
     rows: ExpertRows | None
@@ -173,26 +182,29 @@ class ProductCall(NamedTuple):
 def multiply(
     x: Tensor,
     layers: Sequence[WeightAndBias],
-    recipe: Recipe,
+    recipes: Recipe | Sequence[Recipe],
     products: Products,
     rows: ExpertRows | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> tuple[Tensor, ...]:
-    """The products of one input with the weights of several layers. Their input gradients are summed inside.
-    `products` multiply the operands, unless the recipe brings its own. `adapters`: one or None for each dense
-    layer, whose output is added."""
+    """The products of one input with the weights of several layers. Their input gradients are summed inside. `recipes`:
+    one for all layers, or one for each with the same `input_maker`. `products` multiply the operands, unless the recipe
+    brings its own. `adapters`: one or None for each dense layer, whose output is added."""
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers]
+    count = len(layers)
+    if not isinstance(recipes, Sequence):
+        recipes = [recipes] * count
+    recipe = recipes[0]
     number_R = None
     if recipe.rounds_by_token:
         *lead, _ = x.shape
         row_count = prod(lead)
         number_R = numbers_of_rows(row_count, x.device)
     own_products = recipe.products or products
-    count = len(layers)
     matrices = [adapter or (None, None, None) for adapter in adapters or [None] * count]
     lefts, rights, scales = zip(*matrices, strict=True)
-    call = ProductCall(recipe, own_products, count, rows, number_R, scales)
+    call = ProductCall(recipes, own_products, count, rows, number_R, scales)
     return LinearProduct.apply(call, x, *weights, *biases, *lefts, *rights)  # pyright: ignore[reportReturnType]
 
 
@@ -202,7 +214,8 @@ class LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ProductCall, x: Tensor, *tensors: Any) -> Any:
-        recipe, products, layers, rows, _, scales = call
+        recipes, products, layers, rows, _, scales = call
+        recipe = recipes[0]
         weights, biases, lefts, rights = by_layer(tensors, layers)
         *lead, _ = x.shape
         x_TD = x.flatten(0, -2)
@@ -210,7 +223,7 @@ class LinearProduct(torch.autograd.Function):
         outputs: list[Tensor] = []
         lows: list[Tensor | None] = []
         for i, weight in enumerate(weights):
-            w_operand = recipe.weight(weight)
+            w_operand = recipes[i].weight(weight)
             y = products.forward(x_operand, w_operand, biases[i])
             y = y.to(x.dtype)
             low = None
@@ -240,7 +253,7 @@ class LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        recipe, products, layers, rows, number_R, scales = ctx.call
+        recipes, products, layers, rows, number_R, scales = ctx.call
         x_TD, *saved = ctx.saved_tensors
         lows = saved[:layers]
         leaves = iter(saved[layers:])
@@ -255,9 +268,9 @@ class LinearProduct(torch.autograd.Function):
         for i, weight in enumerate(ctx.weights):
             gradient = gradients[i]
             dy = gradient.flatten(0, -2)
-            dy_operand = recipe.gradient(dy, rows, number_R)
+            dy_operand = recipes[i].gradient(dy, rows, number_R)
             if needs_dx:  # summed over the layers
-                w_operand = recipe.weight(weight)
+                w_operand = recipes[i].weight(weight)
                 dx = products.data(dy_operand, w_operand, dx)
             if needed[i]:
                 dy_columns = dy_operand.along_columns()
