@@ -17,6 +17,7 @@ from moefold.presets.zoo import PRESETS
 
 LEAST_GENERATED = 20  # tokens: the first ones are not timed
 DeviceOption = Literal["auto", "cpu", "cuda"]
+GraphKind = Literal["none", "whole"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class StepOptions(TimedRecipeOptions):
     """Folder for the profile and trace of one step of each model, and for the figures measured so far."""
     storage: Literal["plain", "fp8"] = "plain"
     """Weights that products read in FP8, as precision.storage."""
+    graphs: GraphKind = "none"
+    """CUDA graphs of moefold's steps, as memory.graphs: then the host's launches bound none of them."""
 
     def precision_keys(self) -> dict[str, str]:
         keys = super().precision_keys()
@@ -323,6 +326,9 @@ class OverlapOptions(BenchOptions):
 
     device: Literal["cpu", "cuda"] = "cpu"
     """cpu: two ranks with a slowed network; cuda: tiles on one GPU."""
+    products: Literal["experts", "projections", "heads"] = "experts"
+    """GPU: both products of experts; the projections before and behind attention of tensor-parallel ranks; those of
+    ranks that swap positions for heads."""
     senders: tuple[int, ...] = (4, 8)
     """GPU: programs of a rank's kernel that send; the others of its share of processors multiply."""
     zipf: float = 0.0

@@ -1,5 +1,6 @@
 """`moefold bench overlap`: how much of the experts' communication hides behind compute, on two CPU ranks. With
-`--device cuda`: inside products, on one GPU (bench/tile_overlap.py).
+`--device cuda`: inside products, on one GPU, of experts (bench/tile_overlap.py) or of projections around attention
+(bench/projection_overlap.py, bench/head_overlap.py).
 
 Each all-to-all of rows is slowed, as on a slow network: it takes a given time for all rows of a microbatch, and a part
 of it for a part of them. With `--experts-ms` the model is narrow and its experts are slowed too, so that they compute
@@ -30,7 +31,9 @@ import torch
 from rich.console import Console
 
 from moefold.bench.clock import wall_clock_seconds
+from moefold.bench.head_overlap import run_head_benchmark
 from moefold.bench.options import OverlapOptions
+from moefold.bench.projection_overlap import run_projection_benchmark
 from moefold.bench.report import add_number_columns, report_table, show_report
 from moefold.bench.tile_overlap import run_tile_benchmark
 from moefold.comm import collectives
@@ -75,6 +78,7 @@ OVERLAP_WAYS = {
     "two forwards, two backwards paired": OverlapWay(PipelineConfig(pair=True, pairs="alike", fill=False)),
     "paired, weight gradients fill gaps": OverlapWay(PipelineConfig(pair=True)),
 }
+RUN_ON_GPU = {"experts": run_tile_benchmark, "projections": run_projection_benchmark, "heads": run_head_benchmark}
 EXPERT_STEPS = ("shared", "experts")
 Seconds = dict[str, float]  # step, experts and exposed; in a summary also hidden, a share
 RankFigures = dict[str, Any]  # a rank's `ways` (seconds by variant) and `events` (of the last variant)
@@ -86,7 +90,7 @@ def run_benchmark(options: OverlapOptions) -> int:
         measure_every_way(options, options.found)
         return 0
     if options.device == "cuda":
-        return run_tile_benchmark(options)
+        return RUN_ON_GPU[options.products](options)
     with tempfile.TemporaryDirectory(prefix="moefold-overlap-") as folder:
         arguments = rank_arguments(options, folder)
         if code := run_local_ranks(arguments, RANKS):

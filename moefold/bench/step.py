@@ -1,6 +1,7 @@
 """`moefold bench step`: whole training steps of known models on one device, moefold's and transformers'.
 
-moefold's steps are the ordinary trainer's: assembled as by `moefold train`, main weights in fp32. transformers is set
+moefold's steps are the ordinary trainer's: assembled as by `moefold train`, main weights in fp32; with --graphs whole,
+they are replays, but for those that record FP8 operands, which are as frequent as in a run. transformers is set
 as its users set it: weights and AdamW's moments in bf16, grouped_mm experts, sdpa. Both read the same random tokens.
 TFLOP/s count the model's FLOPs, as `moefold explain` does.
 """
@@ -30,7 +31,7 @@ from moefold.bench.machine import (
     resolve_device,
     synchronize_device,
 )
-from moefold.bench.options import StepOptions
+from moefold.bench.options import GraphKind, StepOptions
 from moefold.bench.report import (
     Report,
     Row,
@@ -52,6 +53,7 @@ from moefold.bench.versions import installed_version
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
 from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
+from moefold.config.rules import check_config
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import single_rank_world
@@ -118,6 +120,12 @@ def step_bench_config(name: str, device: str) -> Config:
     model = replace(config.model, layers=goal.layers)
     lean = replace(optim, **LEAN_STATE)
     return replace(config, model=model, train=train, optim=lean)
+
+
+def with_graphs(config: Config, graphs: GraphKind) -> Config:
+    """The configuration with steps as graphs; refused where no run may have them."""
+    memory = replace(config.memory, graphs=graphs)
+    return check_config(replace(config, memory=memory), 1)
 
 
 def random_tokens(config: Config, steps: int) -> np.ndarray:
@@ -256,9 +264,9 @@ def step_report(options: StepOptions) -> Report:
     results: list[Row] = []
     keys = changed_keys(options)
     precisions = {recipe: {"recipe": recipe, **keys} for recipe in recipes}
-    report = machine_facts(device) | {"precision": keys, "results": results}
+    report = machine_facts(device) | {"precision": keys, "graphs": options.graphs, "results": results}
     for name in names or STEP_GOALS:
-        config = step_bench_config(name, device)
+        config = with_graphs(step_bench_config(name, device), options.graphs)
         layers = config.model.layers
         row: Row = {"model": name, "layers": layers}
         row["goal"] = vars(STEP_GOALS[name])
@@ -297,6 +305,8 @@ def step_contenders(
 def print_step_report(report: Report) -> None:
     heading = report_heading(report)
     caption = f"{STEP_CAPTION}\n{recipes_title(report)}" if keys_of_report(report) else STEP_CAPTION
+    if report.get("graphs", "none") != "none":
+        caption += f"\nours: graphs {report['graphs']}"
     table = report_table(heading, caption=caption)
     table.add_column("model, layers", no_wrap=True)
     add_number_columns(table, "tokens/s", "goal", "TF/s", "peak", "most")

@@ -27,6 +27,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from moefold.bench.concurrent_ranks import (
+    GIVEN,
+    MILLISECOND,
+    ConcurrentRanks,
+    TileRun,
+    records_of,
+    span_of,
+    used_lines,
+)
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
 from moefold.bench.options import DispatchOptions, OverlapOptions
 from moefold.bench.played_layer import LAYER_SIZES, DispatchCase, LayerSizes, PlayedLayer, draw_expert_weights
@@ -39,21 +48,16 @@ from moefold.bench.report import (
     show_report,
     tell_progress,
 )
-from moefold.comm.arena import words_of
 from moefold.config.errors import UserError
-from moefold.dispatch.device_arena import FURTHER_WORDS, DeviceArena
-from moefold.dispatch.tiled_experts import ArrivalPlan, TiledExperts, signals_of_arena
-from moefold.kernels.routing.arrival_pieces import TileRecords, empty_records
+from moefold.dispatch.base import Receipt
+from moefold.dispatch.device_arena import DeviceArena
+from moefold.dispatch.symmetric import ArenaDispatcher
+from moefold.dispatch.tiled_experts import TiledExperts, way_of
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.routing.arrival_pieces import TileRecords
 
-GIVEN = 2**60  # the number of an exchange that is never reached
-PAUSE_CYCLES = (
-    200_000_000  # of the device, about a tenth of a second, in which the host launches the kernels of all ranks
-)
-MILLISECOND = 1e6  # of nanoseconds
 LEAST_COLUMNS = 128  # of a tile
 LEAST_TILE_ROWS = 128
-
-
 RANKS = 4
 Work = Callable[[int], Tensor]  # of a rank
 ReadFigures = Callable[[list[TileRecords]], "ProductFigures"]
@@ -103,24 +107,8 @@ def second_figures(records: list[TileRecords], programs: int) -> ProductFigures:
     return ProductFigures(last - first, mean(sending), mean(exposed))
 
 
-def used_lines(times_N3: Tensor) -> Tensor:
-    """The lines that a program has written."""
-    ended_N = times_N3[:, 2]
-    return times_N3[ended_N > 0]
-
-
-def span_of(times: list[Tensor]) -> tuple[int, int]:
-    """The first begin and the last end."""
-    used = torch.cat([used_lines(each) for each in times])
-    return int(used[:, 0].min()), int(used[:, 2].max())
-
-
-class TileRun(NamedTuple):
-    """How kernels run: programs of a rank, of which some send, and whether sending is a launch of its own."""
-
-    programs: int
-    senders: int
-    apart: bool
+def with_tiles(dispatcher: ArenaDispatcher, kernels: BoundKernels) -> TiledExperts:
+    return TiledExperts(dispatcher.arena, dispatcher.row_policy, kernels, dispatcher.etp, dispatcher.rows)
 
 
 class PlayedTiles:
@@ -130,56 +118,45 @@ class PlayedTiles:
         self.layer = layer
         self.ffn = ffn
         self.device = layer.device
-        self.experts = [TiledExperts(dispatcher, layer.kernels) for dispatcher in layer.dispatchers]
+        self.experts = [with_tiles(dispatcher, layer.kernels) for dispatcher in layer.dispatchers]
         self.weights = [draw_expert_weights(layer, ffn, rank) for rank in range(layer.case.ranks)]
-        self.plans: list[ArrivalPlan] = layer.play(self.plan)
+        self.plans: list[Receipt] = layer.play(self.plan)
 
-    def plan(self, rank: int) -> ArrivalPlan:
+    def plan(self, rank: int) -> Receipt:
         return self.experts[rank].plan(self.layer.routings[rank])
 
     def multiply(self, rank: int) -> Tensor:
         """The activation, without rows that no expert has."""
-        plan = self.plans[rank]
-        _, a_RF = self.experts[rank].multiply(self.layer.h_TD, self.weights[rank].gate_up_E2FD, plan)
-        return a_RF
+        way = way_of(self.plans[rank])
+        arrived = self.experts[rank].multiply(self.layer.h_TD, self.weights[rank].gate_up_E2FD, way)
+        return arrived.a_RF
 
     def give_back(self, activations: list[Tensor], rank: int) -> Tensor:
-        return self.experts[rank].give_back(activations[rank], self.weights[rank].down_EDF, self.plans[rank])
+        way = way_of(self.plans[rank])
+        return self.experts[rank].return_results(activations[rank], self.weights[rank].down_EDF, way)
 
     def defined_rows(self, rank: int, result: Tensor) -> int:
         """Rows of a result without those that no expert has."""
-        order = self.plans[rank].receipt.order
+        order = self.plans[rank].order
         return int(order.ends_e[-1]) if len(result) == len(order.index_R) else len(result)
 
     @cached_property
-    def streams(self) -> list[torch.cuda.Stream]:
-        """One for each rank; memory that its kernels have used is kept for it."""
-        return [torch.cuda.Stream() for _ in self.experts]
+    def at_once(self) -> ConcurrentRanks:
+        return ConcurrentRanks([self.arena(rank) for rank in range(len(self.experts))])
 
     def arena(self, rank: int) -> DeviceArena:
         return self.experts[rank].arena.arena  # pyright: ignore[reportAttributeAccessIssue]
 
-    def fill_flags(self, number: int) -> None:
-        """Set the flags of all pieces on all ranks."""
-        ranks = len(self.experts)
-        for rank in range(ranks):
-            memory = self.arena(rank).memory
-            words = words_of(memory.parts[rank], memory.sizes)
-            words[ranks + FURTHER_WORDS :] = number
-
     def set_signals(self, run: TileRun) -> list[TileRecords]:
-        """Signals for every rank, with records, whose clock is the same for all."""
-        records: list[TileRecords] = []
-        for rank, experts in enumerate(self.experts):
-            pieces = len(self.plans[rank].pieces.ends_P)
-            records.append(empty_records(self.most_tiles(rank), pieces, self.device))
-            shared = records[rank]._replace(ticks=records[0].ticks)
-            further = {"apart": run.apart, "records": shared}
-            experts.signals = signals_of_arena(self.arena(rank), run.programs, run.senders, **further)
-        return records
+        """Signals for every rank, with records."""
+        lines = [(self.most_tiles(rank), len(way_of(plan).pieces.ends_P)) for rank, plan in enumerate(self.plans)]
+        signals = self.at_once.signals(run, lines)
+        for experts, each in zip(self.experts, signals, strict=True):
+            experts.signals = each
+        return records_of(signals)
 
     def most_tiles(self, rank: int) -> int:
-        rows = len(self.plans[rank].receipt.order.index_R)
+        rows = len(self.plans[rank].order.index_R)
         held = self.layer.dispatchers[rank].row_policy.held
         tile_rows = rows // LEAST_TILE_ROWS + held
         widest = max(self.ffn, self.layer.case.hidden)
@@ -195,14 +172,12 @@ class PlayedTiles:
     def run_together(self, work: Work, run: TileRun) -> tuple[list[Tensor], list[TileRecords]]:
         """All ranks at once, each on its stream."""
         records = self.set_signals(run)
-        results: list[Tensor] = []
-        hold_streams(self.streams)
-        for rank, stream in enumerate(self.streams):
-            with torch.cuda.stream(stream), self.without_turns(rank):
-                results.append(work(rank))
-        synchronize_device(self.device.type)
-        for rank in range(len(self.experts)):
-            self.arena(rank).require_peers()
+
+        def work_at_once(rank: int) -> Tensor:
+            with self.without_turns(rank):
+                return work(rank)
+
+        results = self.at_once.launch_together(work_at_once)
         return results, records
 
     @contextmanager
@@ -218,22 +193,13 @@ class PlayedTiles:
 
     def warm_up(self, work: Work, run: TileRun) -> None:
         """Compile and load what runs together, one rank behind the other: with all flags given none waits."""
-        self.fill_flags(GIVEN)
+        self.at_once.fill_flags(GIVEN)
         self.set_signals(run)
         for rank in range(len(self.experts)):
             with self.without_turns(rank):
                 work(rank)
             synchronize_device(self.device.type)
-        self.fill_flags(0)
-
-
-def hold_streams(streams: list[torch.cuda.Stream]) -> None:
-    """What is launched on these streams from now on begins on all at once, behind a pause of the device."""
-    torch.cuda._sleep(PAUSE_CYCLES)
-    event = torch.cuda.Event()
-    event.record()
-    for stream in streams:
-        stream.wait_event(event)
+        self.at_once.fill_flags(0)
 
 
 def run_tile_benchmark(options: OverlapOptions) -> int:

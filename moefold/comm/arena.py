@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ EAGER_LOOKS = 200  # at a signal, before a look is followed by a short sleep
 SLEEP_SECONDS = 5e-5
 
 FENCE = threading.Lock()
+
+
+class ArenaUser(NamedTuple):
+    """What has an arena, as messages name it: the setting, the axes of its ranks, and what to do without it."""
+
+    setting: str
+    axes: str
+    instead: str
+
+
+DISPATCHER = ArenaUser("parallel.dispatcher = symmetric", "ep x etp", "set parallel.dispatcher to dedup")
+PROJECTIONS = ArenaUser("parallel.tiles = projections", "tp", "leave projections out of parallel.tiles")
 
 
 class Arena(Protocol):
@@ -126,16 +138,16 @@ class ArenaRooms:
 
 class SharedArena:
     """The arena of CPU ranks on one machine. `room_bytes`: of one room. `patience`: seconds that a rank waits for the
-    signal of another before it fails with the name of that rank. `kept`: rooms that are kept."""
+    signal of another before it fails with the name of that rank. `kept`: rooms that are kept. `user`: for messages."""
 
     tail = None
 
-    def __init__(self, axis: Axis, room_bytes: int, patience: float, kept: int = 0):
+    def __init__(self, axis: Axis, room_bytes: int, patience: float, kept: int = 0, user: ArenaUser = DISPATCHER):
         self.axis = axis
         self.patience = patience
         self.number = 0  # of the last exchange
         sizes = PartSizes(axis.size, room_bytes, kept)
-        memory = open_shared_memory(axis, sizes.total * axis.size)
+        memory = open_shared_memory(axis, sizes.total * axis.size, user)
         parts = memory.view(axis.size, sizes.total)
         self.arena_rooms = ArenaRooms(list(parts), sizes)
         words = parts[:, : sizes.word_bytes].view(torch.int64)
@@ -178,7 +190,7 @@ def lost_peer(axis: Axis, peer: int, what: str, patience: float) -> RunFailure:
     )
 
 
-def open_shared_memory(axis: Axis, size: int) -> Tensor:
+def open_shared_memory(axis: Axis, size: int, user: ArenaUser = DISPATCHER) -> Tensor:
     """Bytes that all ranks of the axis share. Every rank calls this; all succeed, or all raise the same error."""
     name: str | None = None
     problem: UserError | None = None
@@ -187,8 +199,8 @@ def open_shared_memory(axis: Axis, size: int) -> Tensor:
             name = create_shared_file(size)
         except OSError as error:
             problem = UserError(
-                f"{SHARED_MEMORY} has no {size:,} bytes for parallel.dispatcher = symmetric ({error.strerror}); make "
-                "room there, set a smaller train.micro_batch, or set parallel.dispatcher to dedup"
+                f"{SHARED_MEMORY} has no {size:,} bytes for {user.setting} ({error.strerror}); make room there, set a "
+                f"smaller train.micro_batch, or {user.instead}"
             )
     name = broadcast_object(name, axis)
     memory = torch.empty(0, dtype=torch.uint8)
@@ -198,8 +210,8 @@ def open_shared_memory(axis: Axis, size: int) -> Tensor:
         except (OSError, RuntimeError) as error:
             rank = axis.ranks[axis.index]
             problem = UserError(
-                f"rank {rank} cannot open {name} of rank {axis.ranks[0]} ({error}); parallel.dispatcher = symmetric "
-                "needs the ranks of ep x etp on one machine; set it to dedup or hierarchical"
+                f"rank {rank} cannot open {name} of rank {axis.ranks[0]} ({error}); {user.setting} needs the ranks of "
+                f"{user.axes} on one machine; {user.instead}"
             )
     first_problem = first_object(problem, axis)
     if axis.index == 0 and name is not None:

@@ -257,3 +257,13 @@ def updates_by_adamw(c: ConfigOnRanks) -> bool:
     with suppress(UserError):  # reported by a rule of the optimizer
         rules |= {group.rule or "adamw" for group in parse_groups(c.optim.groups)}
     return rules == {"adamw"}
+
+
+@MEMORY_RULES.rule(
+    "a tape is shared where there is one",
+    ("memory.tape_processes", "memory.tape"),
+    why="processes share the replays of a tape, and without memory.tape there is none",
+    fix="set memory.tape to true, or memory.tape_processes to 1",
+)
+def shared_tape_is_there(c: ConfigOnRanks) -> bool:
+    return c.memory.tape or c.memory.tape_processes == 1

@@ -38,6 +38,7 @@ from moefold.config.run import BLOCK_TYPES, Config, ParallelConfig
 from moefold.config.shard_rules import SHARD_RULES
 from moefold.config.stash_rules import STASH_RULES
 from moefold.config.static_graph_rules import STATIC_GRAPH_RULES
+from moefold.config.tile_rules import TILE_RULES
 from moefold.config.vocabulary_rules import VOCABULARY_RULES
 from moefold.schedule import stage_layout
 from moefold.schedule.schedule_catalog import SCHEDULES
@@ -806,6 +807,7 @@ RULES: list[ConfigRule] = [
     *SHARD_RULES,
     *CLONE_RULES,
     *CHUNK_RULES,
+    *TILE_RULES,
     *CONTEXT_RULES,
     *INVARIANCE_RULES,
 ]

@@ -16,6 +16,7 @@ from moefold.config.open_names import (
     OPTIMIZER_NAMES,
     ROUTER_SCORE_NAMES,
 )
+from moefold.config.tile_names import tiles_in_words
 
 DenseActivation = Literal[
     "swiglu", "geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2"
@@ -429,6 +430,12 @@ class ParallelConfig:
     clone_decision: Literal["now", "previous"] = key(
         "now", "experts to clone: by the counts of this microbatch, or by those of the layer's microbatch before"
     )
+    tiles: tuple[str, ...] = key(
+        (), f"products multiplied tile by tile while rows travel between ranks: {tiles_in_words()}"
+    )
+    tile_senders: int = key(
+        8, "tiles, on a GPU: programs of a kernel that send, while all others multiply", at_least=1, at_most=64
+    )
 
 
 @dataclass(frozen=True)
@@ -553,6 +560,13 @@ class MemoryConfig:
         False,
         "on a CPU, record the ops of a step once and replay them, where nothing stands in the way; bits stay the same",
     )
+    tape_processes: int = key(
+        1,
+        "processes that share the replays of a tape; 2: each op of a step on one thread, two ops at once, where a "
+        "machine has two cores",
+        at_least=1,
+        at_most=2,
+    )
 
 
 @dataclass(frozen=True)
@@ -578,7 +592,7 @@ class ObserveConfig:
     wandb: str = key("", "project of Weights & Biases to write metrics to (moefold[wandb]); empty: none")
     mlflow: str = key("", "experiment of MLflow to write metrics to (moefold[mlflow]); empty: none")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
-    fp8_every: int = key(10, "steps between lines of fp8.jsonl, figures of every FP8 operand", at_least=1)
+    fp8_every: int = key(100, "steps between lines of fp8.jsonl, figures of every FP8 operand", at_least=1)
     compare_every: int = key(
         0, "steps between comparisons of replicas by checksums of their weights in every step; 0: none", at_least=0
     )

@@ -53,12 +53,15 @@ class RowOrder(NamedTuple):
 
 class Rows(NamedTuple):
     """Input of the experts: arrived tokens, and the order of their rows. `number_N`: numbers of the tokens in the run,
-    for recipes that ask for them. `clones`: weights of the experts in spare slots, whose rows come last."""
+    for recipes that ask for them. `clones`: weights of the experts in spare slots, whose rows come last. `around`: what
+    calls the experts' kernel where tokens travel while experts multiply (dispatch/tiled_experts.py): then `source_ND`
+    are those of this rank, and results of tokens come back in place of rows; None: tokens have arrived."""
 
     source_ND: Tensor
     order: RowOrder
     number_N: Tensor | None = None
     clones: CloneWeights | None = None
+    around: Callable[..., Tensor] | None = None
 
 
 class Receipt(NamedTuple):

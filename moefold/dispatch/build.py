@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.anatomy.announced_choices import blocks_of_tokens
 from moefold.anatomy.step_specs import dispatched_width
 from moefold.comm.arena import Arena, SharedArena
 from moefold.config.errors import UserError, one_of
@@ -31,6 +32,7 @@ from moefold.dispatch.measure_links import measure_links
 from moefold.dispatch.price import cheapest_dispatcher
 from moefold.dispatch.room_sizes import (
     AnnouncedSizes,
+    ArenaRows,
     arena_rows,
     bounded_rows,
     kept_rooms,
@@ -40,6 +42,7 @@ from moefold.dispatch.room_sizes import (
     tokens_per_exchange,
 )
 from moefold.dispatch.symmetric import ArenaDispatcher, BoundedRoom, SymmetricDispatcher
+from moefold.dispatch.tiled_experts import TiledExperts, signals_of_arena
 from moefold.dispatch.traffic import (
     ExchangeSizes,
     NodeSizes,
@@ -52,7 +55,9 @@ from moefold.dispatch.traffic import (
 )
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.choice import triton_runs
+from moefold.kernels.experts.tiles_in_exchange import multiply_arrivals
 from moefold.kernels.facts import BYTES_PER_ELEMENT
+from moefold.kernels.routing.arrival_pieces import PieceSignals
 from moefold.layout.axes import World
 from moefold.layout.dtypes import DTYPES
 
@@ -76,7 +81,8 @@ class DispatchSetting:
     """Arguments of a builder: the run's ranks and kernels, the placement of experts, and the rows to be sent. `tokens`
     that a rank sends at a time in training, `choices` of a token at most. `patience`: seconds to wait for a rank.
     `most_rows` of a rank's experts that there is memory for; 0: for all that can come. `kept_rooms`: rooms in which
-    arrived tokens stay (dispatch/kept_rooms.py)."""
+    arrived tokens stay (dispatch/kept_rooms.py). `tile_senders`: programs that send, of kernels of experts that
+    multiply while tokens travel (dispatch/tiled_experts.py); 0: experts multiply what has arrived."""
 
     world: World
     kernels: BoundKernels
@@ -88,6 +94,7 @@ class DispatchSetting:
     patience: float = 1800.0
     most_rows: int = 0
     kept_rooms: int = 0
+    tile_senders: int = 0
 
     @property
     def experts(self) -> ExpertPlacement:
@@ -188,13 +195,43 @@ def build_symmetric(setting: DispatchSetting) -> Dispatcher:
     experts = setting.experts
     announced = AnnouncedSizes(ranks.size, rows.tokens, setting.choices, experts.experts, experts.rank_count)
     size = room_bytes(rows, announced, row_bytes)
-    arena = make_arena(setting, size)
-    direct = ArenaDispatcher(arena, setting.row_policy, setting.kernels, world.etp.size, rows, room)
+    pieces = blocks_of_tokens(rows.tokens) if setting.tile_senders else 0
+    arena = make_arena(setting, size, pieces)
+    direct = make_direct_sender(setting, arena, rows, room)
     collectives = build_from_hops(dedup_hops, setting)
     return SymmetricDispatcher(direct, collectives, arena, room)
 
 
-def make_arena(setting: DispatchSetting, room_bytes: int) -> Arena:
+def make_direct_sender(
+    setting: DispatchSetting, arena: Arena, rows: ArenaRows, room: BoundedRoom | None
+) -> ArenaDispatcher:
+    inputs = (arena, setting.row_policy, setting.kernels, setting.world.etp.size, rows, room)
+    if not setting.tile_senders:
+        return ArenaDispatcher(*inputs)
+    return TiledExperts(*inputs, signals=tile_signals(setting, arena))
+
+
+def tile_signals(setting: DispatchSetting, arena: Arena) -> PieceSignals | None:
+    """Signals of a kernel with a program on each processor; None: references run, on a CPU."""
+    if not isinstance(arena, DeviceArena):
+        return None
+    senders = setting.tile_senders
+    if setting.kernels.implementation_name(multiply_arrivals) == "reference":
+        raise UserError(
+            "parallel.tiles = experts has kernels in Triton for bf16 on Hopper, which do not run here (no such GPU, no "
+            'Triton, or kernels.force has the reference); set parallel.tiles to ""'
+        )
+    processors = torch.cuda.get_device_properties(setting.world.device).multi_processor_count
+    if senders >= processors:
+        raise UserError(
+            f"parallel.tile_senders = {senders}, but this GPU has {processors} processors, of which some have to "
+            "multiply; set it to 16"
+        )
+    return signals_of_arena(arena, processors, senders)
+
+
+def make_arena(setting: DispatchSetting, room_bytes: int, pieces: int = 0) -> Arena:
+    """`pieces` of a rank's tokens that have flags of their own, on GPUs."""
     world = setting.world
     ranks = world.ep_etp
     if world.device.type == "cpu":
@@ -204,7 +241,7 @@ def make_arena(setting: DispatchSetting, room_bytes: int) -> Arena:
             "parallel.dispatcher = symmetric signals by kernels in Triton on GPUs, but Triton is not installed or does "
             "not run on this one; install triton, or set parallel.dispatcher to dedup"
         )
-    memory = open_device_memory(ranks, room_bytes, world.device, setting.kept_rooms)
+    memory = open_device_memory(ranks, room_bytes, world.device, setting.kept_rooms, pieces)
     return DeviceArena(ranks, memory, setting.patience)
 
 
@@ -249,6 +286,12 @@ def choose_dispatcher(config: Config, world: World) -> tuple[str, str]:
     return cheapest_dispatcher(config, world.node_size, bytes_each, links)
 
 
+def tile_senders(parallel: ParallelConfig) -> int:
+    """Programs that send in kernels of experts; 0: experts multiply what has arrived."""
+    senders = parallel.tile_senders
+    return senders if "experts" in parallel.tiles else 0
+
+
 def build_dispatcher(
     config: Config,
     kernels: BoundKernels,
@@ -274,6 +317,7 @@ def build_dispatcher(
         config.train.slow_timeout,
         bounded_rows(config),
         kept_rooms(config),
+        tile_senders(config.parallel),
     )
     dispatcher = build(setting)
     if slots:

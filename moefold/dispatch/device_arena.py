@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.arena import ArenaRooms, lost_peer, words_of
+from moefold.comm.arena import DISPATCHER, ArenaRooms, ArenaUser, lost_peer, words_of
 from moefold.comm.host_objects import first_object
 from moefold.comm.part_sizes import PartSizes
 from moefold.config.errors import UserError
@@ -106,17 +106,18 @@ def open_device_memory(
     device: torch.device,
     kept: int = 0,
     pieces: int = 0,
+    user: ArenaUser = DISPATCHER,
 ) -> PeerMemory:
     """Memory of all ranks of the axis, mapped by each. Every rank calls this; all succeed, or all raise. Ranks agree
     that each has its part before they meet: they would wait for one that has not."""
     sizes = part_sizes(axis, room_bytes, kept, pieces)
     allocate = partial(allocate_part, sizes, device)
-    part = succeed_together(allocate, axis, sizes)
+    part = succeed_together(allocate, axis, sizes, user)
     map_all = partial(map_parts, axis, sizes, part)
-    return succeed_together(map_all, axis, sizes)
+    return succeed_together(map_all, axis, sizes, user)
 
 
-def succeed_together(work: Callable[[], T], axis: Axis, sizes: PartSizes) -> T:
+def succeed_together(work: Callable[[], T], axis: Axis, sizes: PartSizes, user: ArenaUser = DISPATCHER) -> T:
     """The result of the work on memory. Every rank calls this; all succeed, or all raise the first rank's error."""
     result: T | None = None
     problem: UserError | None = None
@@ -125,8 +126,8 @@ def succeed_together(work: Callable[[], T], axis: Axis, sizes: PartSizes) -> T:
     except RuntimeError as error:
         first_line, *_ = str(error).splitlines() or [""]
         problem = UserError(
-            f"rank {axis.ranks[axis.index]} cannot share {sizes.total:,} bytes of GPU memory for parallel.dispatcher = "
-            f"symmetric ({first_line}); set a smaller train.micro_batch, or set parallel.dispatcher to dedup"
+            f"rank {axis.ranks[axis.index]} cannot share {sizes.total:,} bytes of GPU memory for {user.setting} "
+            f"({first_line}); set a smaller train.micro_batch, or {user.instead}"
         )
     first_problem = first_object(problem, axis)
     if first_problem is not None:

@@ -53,6 +53,10 @@ class KeptRooms:
         self.numbers = range(TURNS, sizes.rooms)
         self.users: dict[int, StorageWeakRef] = {}
 
+    @property
+    def are_there(self) -> bool:
+        return len(self.numbers) > 0
+
     def keep_one(self) -> KeptRoom:
         """A room that nobody uses, or none."""
         for number in self.numbers:

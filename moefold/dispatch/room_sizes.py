@@ -1,4 +1,5 @@
-"""Rows and bytes of the rooms of the symmetric dispatcher, from a configuration. Torch-free."""
+"""Rows and bytes of the rooms of the symmetric dispatcher, and of those of projections inside exchanges, from a
+configuration. Torch-free."""
 
 from __future__ import annotations
 
@@ -61,9 +62,11 @@ def most_choices(moe: MoeConfig) -> int:
 
 def kept_rooms(config: Config) -> int:
     """Rooms in which arrived tokens stay until nobody reads them. A room is free for what is launched behind its last
-    reader on the same stream, so there is none where layers run on two lanes."""
-    has_two_lanes = config.pipeline.pair or config.parallel.row_chunks > 1
-    return 0 if has_two_lanes else config.parallel.kept_rooms
+    reader on the same stream, so there is none where layers run on two lanes, and none that tiles read."""
+    parallel = config.parallel
+    has_two_lanes = config.pipeline.pair or parallel.row_chunks > 1
+    copies = has_two_lanes or "experts" in parallel.tiles
+    return 0 if copies else parallel.kept_rooms
 
 
 def row_bytes_at_most(row_width: int, itemsize: int, k: int) -> int:
@@ -138,3 +141,43 @@ def kept_in_words(config: Config) -> str:
     if not kept:
         return "arrived tokens are copied from there"
     return f"arrived tokens of {kept} layers and microbatches at a time are read where they lie, others are copied"
+
+
+# Projections inside exchanges: rows of all tp ranks, as wide as the residual stream.
+
+LEAST_ROWS, LEAST_COLUMNS = 128, 64  # of a tile
+
+
+def flags_of_sender(rows: int, width: int) -> int:
+    """Tiles of a rank's rows at most: each has a flag of every sender."""
+    return -(-rows // LEAST_ROWS) * -(-width // LEAST_COLUMNS)
+
+
+class ProjectionRoom(NamedTuple):
+    """What an arena of tp ranks has room for: `rows` of a rank, of this width and so many bytes a number."""
+
+    ranks: int
+    rows: int
+    width: int
+    number_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        return self.ranks * self.rows * self.width * self.number_bytes
+
+    @property
+    def flags(self) -> int:
+        return flags_of_sender(self.rows, self.width)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of a rank: both rooms, and where kernels signal a word for each flag of every sender."""
+        words = self.ranks * (1 + self.flags)
+        sizes = PartSizes(words, self.room_bytes)
+        return sizes.total
+
+
+def projection_room(config: Config, bytes_each: int) -> ProjectionRoom:
+    """For the tokens of a microbatch."""
+    rows = tokens_per_rank(config)
+    return ProjectionRoom(config.parallel.tp, rows, config.model.hidden, bytes_each)

@@ -4,9 +4,11 @@
     dispatch   one copy of a token into a room of each distinct rank of its experts, where these read it
     combine    each rank leaves its results in its own room, and the ranks of the tokens read and sum them
 
-In forward these are five kernels: a kernel that writes to rooms gives the signals of its exchange (ExchangeTail).
+In forward these are five kernels: a kernel that writes to rooms gives the signals of its exchange (ExchangeTail). So it
+is in backward, where gradients of tokens are summed by arrived token where the ranks of the tokens read them, too.
 
     announce_choices, arrange_arrivals | push_peer_rows | sum_rows_into, sum_peer_rows
+    push_peer_rows, spread_rows | sum_rows_into, sum_peer_rows | write_choices_into, sum_peer_rows
 
 Rooms have a fixed number of rows, so that all shapes are known at assembly: rows behind the last arrived token are
 undefined and have no choice. Sums are those of `dedup`, in the same order. With experts sharded over etp, a token goes
@@ -17,7 +19,7 @@ T tokens, K choices of a token, N rows of a room, D width, s ranks of ep and etp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -36,13 +38,14 @@ from moefold.dispatch.kept_rooms import KeptRoom, KeptRooms
 from moefold.dispatch.room_sizes import ArenaRows
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.arrivals import ArrangedArrivals, ArrivalShape
-from moefold.kernels.routing.expert_rows import gather_rows
+from moefold.kernels.routing.expert_rows import spread_rows, take_gradient_unsummed
+from moefold.kernels.routing.gathered_rows import SummedRows
 from moefold.kernels.routing.peer_plan import (
     PlanRooms,
     announce_choices,
     arrange_arrivals,
 )
-from moefold.kernels.routing.peer_rows import push_peer_rows, sum_peer_rows, sum_rows_into
+from moefold.kernels.routing.peer_rows import push_peer_rows, sum_peer_rows, sum_rows_into, write_choices_into
 from moefold.layout.peer_rooms import PeerRooms
 
 COUNT = torch.int32
@@ -90,7 +93,8 @@ class ArenaDispatcher:
         self.push_peer_rows = kernels[push_peer_rows]
         self.sum_peer_rows = kernels[sum_peer_rows]
         self.sum_rows_into = kernels[sum_rows_into]
-        self.gather_rows = kernels[gather_rows]
+        self.write_choices_into = kernels[write_choices_into]
+        self.spread_rows = kernels[spread_rows]
 
     @property
     def experts(self) -> ExpertPlacement:
@@ -167,11 +171,16 @@ class ArenaDispatcher:
         return Rows(source_ND, receipt.order)
 
     def send(self, x_TD: Tensor, receipt: Receipt) -> Tensor:
-        return PushTokens.apply(x_TD, self, receipt.legs[0])
+        """On one lane the gradient may come as rows of experts, which are summed where other ranks read them. Lanes
+        would have to know of the memory inside it."""
+        source_ND = PushTokens.apply(x_TD, self, receipt.order, receipt.legs[0], self.push_tokens)
+        if self.kept_rooms.are_there:
+            take_gradient_unsummed(source_ND)
+        return source_ND
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """Results of experts, summed by arrived token where the ranks of the tokens read them."""
-        return CombineRows.apply(y_RD, self, receipt.order, receipt.legs[0])
+        return CombineRows.apply(y_RD, self, receipt.order, receipt.legs[0], self.sum_results_back)
 
     def give_back(self, y_ND: Tensor, receipt: Receipt) -> Tensor:
         return SumResults.apply(y_ND, self, receipt.legs[0])
@@ -201,12 +210,31 @@ class ArenaDispatcher:
         own = self.every_room(x_TD)[self.index]
         return own[turn, : self.rows.arriving]
 
-    def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: ArenaLeg) -> Tensor:
+    def sum_results_back(self, y_RD: Tensor, order: RowOrder, leg: ArenaLeg) -> Tensor:
+        return self.sum_rows_back(y_RD, order, leg, "results")
+
+    def sum_rows_back(self, y_RD: Tensor, order: RowOrder, leg: ArenaLeg, what: str) -> Tensor:
         """x_TD: the sum of each token's rows on all ranks."""
         rooms = self.rooms_for(y_RD)
-        self.count_rows("results", leg.slots_Ts, y_RD)
+        self.count_rows(what, leg.slots_Ts, y_RD)
         self.sum_rows_into(y_RD, order.slots_NK, rooms, self.index, self.arena.tail)
-        self.arena.exchange("results")
+        self.arena.exchange(what)
+        return self.sum_peer_rows(rooms, leg.slots_Ts)
+
+    def sum_gradients_back(self, dx_ND: Tensor, order: RowOrder, leg: ArenaLeg) -> Tensor:
+        """dx_TD: the sum of each token's gradients on all ranks."""
+        what = "gradients of tokens"
+        if isinstance(dx_ND, SummedRows) and have_same_memory(dx_ND.links.slots_NK, order.slots_NK):
+            return self.sum_rows_back(dx_ND.y_RD, order, leg, what)
+        return self.sum_back(dx_ND, leg, what)
+
+    def sum_weights_back(self, dweight_R: Tensor, slots_NK: Tensor, leg: ArenaLeg) -> Tensor:
+        """dweights_TK: the gradient of each choice's weight, from the rank that has its row."""
+        what = "gradients of router weights"
+        rooms = self.arena.rooms(self.rows.arriving + 1, slots_NK.shape[1], dweight_R.dtype)
+        self.count_rows(what, leg.slots_Ts, rooms[self.index])
+        self.write_choices_into(dweight_R, slots_NK, rooms, self.index, self.arena.tail)
+        self.arena.exchange(what)
         return self.sum_peer_rows(rooms, leg.slots_Ts)
 
     def sum_back(self, y_ND: Tensor, leg: ArenaLeg, what: str) -> Tensor:
@@ -241,6 +269,11 @@ class ArenaDispatcher:
         count_bytes(what, self.arena.axis, rows * row_bytes)
 
 
+def have_same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape begin at one address."""
+    return x.shape == y.shape and x.data_ptr() == y.data_ptr()
+
+
 def by_sender(rooms: PeerRooms, senders: int) -> PeerRooms:
     """The same rooms with a first dim of senders."""
     return PeerRooms(room.view(senders, -1, room.shape[1]) for room in rooms)
@@ -270,24 +303,27 @@ class ArriveWeights(EagerFunction):
         if dweight_R is None:
             return None, None, None, None
         dispatcher, leg, slots_NK = ctx.way
-        slots = slots_NK.flatten()
-        found = dweight_R.index_select(0, slots.clamp(min=0))
-        dweights_NK = torch.where(slots_NK >= 0, found.view(slots_NK.shape), 0)
-        dweights_TK = dispatcher.sum_back(dweights_NK, leg, "gradients of router weights")
+        dweights_TK = dispatcher.sum_weights_back(dweight_R, slots_NK, leg)
         return dweights_TK, None, None, None
 
 
+PushForward = Callable[[Tensor, ArenaLeg], Tensor]
+SumForward = Callable[[Tensor, RowOrder, ArenaLeg], Tensor]
+
+
 class PushTokens(EagerFunction):
+    """`push` gives the tokens that arrive."""
+
     @staticmethod
-    def forward(ctx, h_TD, dispatcher: ArenaDispatcher, leg: ArenaLeg):
-        ctx.way = (dispatcher, leg)
-        return dispatcher.push_tokens(h_TD, leg)
+    def forward(ctx, h_TD, dispatcher: ArenaDispatcher, order: RowOrder, leg: ArenaLeg, push: PushForward):
+        ctx.way = (dispatcher, order, leg)
+        return push(h_TD, leg)
 
     @staticmethod
     def backward(ctx, *gradients):
-        dispatcher, leg = ctx.way
-        dh_TD = dispatcher.sum_back(gradients[0], leg, "gradients of tokens")
-        return dh_TD, None, None
+        dispatcher, order, leg = ctx.way
+        dh_TD = dispatcher.sum_gradients_back(gradients[0], order, leg)
+        return dh_TD, None, None, None, None
 
 
 class SumResults(EagerFunction):
@@ -306,12 +342,13 @@ class SumResults(EagerFunction):
 
 
 class CombineRows(EagerFunction):
-    """Experts' rows to tokens. In backward, gradients of experts' rows are gathered from the room itself."""
+    """Experts' rows to tokens, by `sum_back`. In backward, gradients of experts' rows are spread from the room
+    itself."""
 
     @staticmethod
-    def forward(ctx, y_RD, dispatcher: ArenaDispatcher, order: RowOrder, leg: ArenaLeg):
+    def forward(ctx, y_RD, dispatcher: ArenaDispatcher, order: RowOrder, leg: ArenaLeg, sum_back: SumForward):
         ctx.way = (dispatcher, order, leg)
-        return dispatcher.sum_rows_back(y_RD, order, leg)
+        return sum_back(y_RD, order, leg)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -319,8 +356,8 @@ class CombineRows(EagerFunction):
         (dx_TD,) = gradients
         turn = dispatcher.push(dx_TD, leg, "gradients of results")
         dy_ND = dispatcher.arrived(dx_TD, turn)
-        dy_RD = dispatcher.gather_rows(dy_ND, order.index_R, order.slots_NK, order.holes)
-        return dy_RD, None, None, None
+        dy_RD = dispatcher.spread_rows(dy_ND, order.index_R, order.slots_NK, order.ends_e)
+        return dy_RD, None, None, None, None
 
 
 class SymmetricDispatcher:

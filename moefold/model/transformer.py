@@ -69,6 +69,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.model = model
         self.world = parts.world
+        self.tp_projections = parts.tp_projections
         self.rewrite_steps: StepRewrite = steps_as_given  # memory policies may join steps (memory/policy.py)
         self.objective: Objective = NextTokens(model)
         if stages is None:

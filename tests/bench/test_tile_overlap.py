@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 
+from moefold.bench.concurrent_ranks import TileRun
 from moefold.bench.options import DispatchOptions
 from moefold.bench.played_layer import DispatchCase, PlayedLayer
 from moefold.bench.played_ranks import PlayedArena, played_arenas
-from moefold.bench.tile_overlap import PlayedTiles, TileRun, first_figures, second_figures
+from moefold.bench.tile_overlap import PlayedTiles, first_figures, second_figures
 from moefold.cli.main import run_command_line
 from moefold.kernels.experts.tiles_in_exchange import multiply_arrivals, return_products
 from moefold.kernels.routing.arrival_pieces import TileRecords

@@ -18,7 +18,7 @@ from moefold.layout.axes import World
 from tests.support.ranks import run_ranks
 
 EXCHANGES = 200
-PATIENCE = 0.3
+PATIENCE = 1.5  # also on a busy machine
 
 
 def exchange_often(world: World) -> list[int]:
@@ -85,7 +85,7 @@ def test_no_room_is_written_while_it_is_read():
 
 def test_a_killed_peer_is_named_within_the_timeout():
     lost = on_two()[0][1]
-    assert lost.message.startswith("rank 1 gave no signal of tokens over ep within 0.3 s")
+    assert lost.message.startswith("rank 1 gave no signal of tokens over ep within 1.5 s")
     assert PATIENCE <= lost.seconds < PATIENCE + 5
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from moefold.cli.explain import PROJECTION_OPS, tiles_in_exchanges
 from moefold.cli.main import run_command_line
 from moefold.config.keys import iterate_keys
 from moefold.config.rules import RULES
 from moefold.config.run import Config, ParallelConfig
 from moefold.dispatch.price import cheapest_dispatcher
+from moefold.kernels.facts import facts_from_config
 from tests.support.runs import SMALL, corpus
 
 CONSENTS = {"model.moe.router.looks_ahead"}  # what a person agrees to: a rule asks for it, and nothing else has to
@@ -98,12 +100,16 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
     preferred = ["--train.objective", "dpo", "--data.source", "files", "--data.files", str(pairs)]
     preferred += ["--data.format", "preferences", "--data.attend", "document", "--data.packing", "best_fit"]
     variants.append(preferred)
+    variants.append(["--memory.tape", "true", *corpus(tmp_path)])
     seen = watch(monkeypatch)
     for i, variant in enumerate(variants):
         argv = ["train", "tiny", *SMALL, "--train.steps", "2", "--optim.warmup", "1", *variant]
         with contextlib.redirect_stdout(io.StringIO()):
             assert run_command_line([*argv, "--out", str(tmp_path / str(i))]) == 0
     cheapest_dispatcher(Config(parallel=ParallelConfig(ep=2)), 2, 4)  # a run of one rank has no tokens to carry
+    exchanging = Config(parallel=ParallelConfig(tp=2, tiles=("projections",)))  # whose kernels are of a GPU
+    kernels = {op: {"implementation": "triton"} for op in PROJECTION_OPS}
+    tiles_in_exchanges(exchanging, kernels, facts_from_config(exchanging, "cuda", "bf16"))
     assert {path for rule in RULES for path in rule.reads} >= CONSENTS
     unread = {key.path for key in iterate_keys(Config())} - seen - CONSENTS
     assert not unread, f"nothing reads {sorted(unread)}: use them or take them out of config/run.py"

@@ -26,6 +26,8 @@ PREFERENCES = (
 
 SYMMETRIC = "--parallel.ep=2 --parallel.dispatcher=symmetric"
 CHUNKS = "--parallel.ep=2 --parallel.row_chunks=2"
+TILES = f"{SYMMETRIC} --parallel.tiles=experts"
+PROJECTIONS = "--parallel.tp=2 --parallel.tiles=projections"
 CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
 IN_STEP = "--pipeline.pair=true --pipeline.pairs=alike"
 
@@ -109,6 +111,33 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--parallel.clone_slots=1 --parallel.dispatcher=dedup", 1, "parallel.clone_slots = 1, parallel.ep = 1"),
         ("--parallel.ep=2 --parallel.clone_slots=60 --parallel.dispatcher=dedup", 2, "parallel.clone_slots = 60"),
     ],
+    "tiles are known": [
+        ("--parallel.tiles=projektions", 1, '"projektions" names no tiles (did you mean "projections"?)')
+    ],
+    "projections inside exchanges have tensor-parallel ranks": [
+        ("--parallel.tiles=projections", 1, "parallel.tiles = projections, parallel.tp = 1"),
+    ],
+    "projections inside exchanges are plain": [
+        (f"{PROJECTIONS} --precision.recipe=fp8_block", 2, "precision.recipe = fp8_block"),
+        (f"{PROJECTIONS} --precision.tp_sums=fp8", 2, "precision.tp_sums = fp8"),
+    ],
+    "projections inside exchanges have no adapters": [(f"{PROJECTIONS} --lora.rank=4", 2, "lora.rank = 4")],
+    "projections inside exchanges are of one pass at a time": [
+        (f"{PROJECTIONS} --pipeline.pair=true", 2, "pipeline.pair = true"),
+        (f"{PROJECTIONS} --pipeline.schedule=dualpipe_v --pipeline.vpp=2", 2, "pipeline.schedule = dualpipe_v"),
+    ],
+    "projections inside exchanges are not invariant": [
+        (f"{PROJECTIONS} --kernels.invariant=true", 2, "kernels.invariant = true"),
+    ],
+    "projections inside exchanges have one number of rows": [
+        (f"{PROJECTIONS} --parallel.context_sizes=dynamic", 2, "parallel.context_sizes = dynamic"),
+    ],
+    "projections inside exchanges are launched by the host": [
+        (f"{PROJECTIONS} --memory.graphs=whole", 2, "memory.graphs = whole"),
+    ],
+    "projections inside exchanges of GPUs are of bf16": [
+        (f"{PROJECTIONS} --train.device=cuda --train.precision=fp32", 2, "train.precision = fp32"),
+    ],
     "row chunks are sent": [("--parallel.row_chunks=2", 1, "parallel.row_chunks = 2, parallel.ep = 1")],
     "layers in row chunks are not recomputed as one": [
         (f"{CHUNKS} --memory.recompute=moe@0", 2, "memory.recompute = moe@0"),
@@ -125,6 +154,49 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         (f"{CHUNKS} --optim.when=backward --optim.clip_by=unit", 2, "optim.when = backward"),
     ],
     "row chunks are begun by the host": [(f"{CHUNKS} --memory.graphs=static", 2, "memory.graphs = static")],
+    "tiled experts have an arena": [
+        ("--parallel.ep=2 --parallel.tiles=experts", 2, "parallel.tiles = experts, parallel.dispatcher = auto"),
+    ],
+    "tiled experts have ranks that send": [
+        ("--parallel.dispatcher=symmetric --parallel.tiles=experts", 2, "parallel.ep = 1, parallel.etp = 1"),
+    ],
+    "tiled experts are plain SwiGLU": [
+        (f"{TILES} --model.moe.activation=relu2", 2, "model.moe.activation = relu2"),
+        (f"{TILES} --model.moe.biases=true", 2, "model.moe.biases = true"),
+        (f"{TILES} --model.moe.gate=output", 2, "model.moe.gate = output"),
+    ],
+    "tiled experts multiply plain numbers": [
+        (f"{TILES} --precision.recipe=fp8_block", 2, "precision.recipe = fp8_block"),
+    ],
+    "tokens of tiled experts travel as they are": [
+        (f"{TILES} --precision.dispatch=fp8", 2, "precision.dispatch = fp8"),
+        (f"{TILES} --precision.combine_gradient=e4m3", 2, "precision.combine_gradient = e4m3"),
+    ],
+    "tiled experts have no adapters": [(f"{TILES} --lora.rank=4", 2, "lora.rank = 4")],
+    "tiled experts have all rows at once": [
+        (f"{TILES} --parallel.row_chunks=2", 2, "parallel.row_chunks = 2"),
+        (f"{TILES} --memory.expert_chunk=128", 2, "memory.expert_chunk = 128"),
+        (f"{TILES} --memory.stash=stack", 2, "memory.stash = stack"),
+    ],
+    "tiled experts are of one pass at a time": [
+        (f"{TILES} --pipeline.pair=true", 2, "pipeline.pair = true"),
+        (
+            f"{TILES} --parallel.pp=2 --pipeline.vpp=2 --pipeline.schedule=dualpipe_v",
+            4,
+            "pipeline.schedule = dualpipe_v",
+        ),
+    ],
+    "nothing inside tiled experts is recomputed by itself": [
+        (f"{TILES} --memory.recompute=sar", 2, "memory.recompute = sar"),
+        (f"{TILES} --memory.recompute=experts@1", 2, "memory.recompute = experts@1"),
+    ],
+    "nothing inside tiled experts is offloaded by itself": [
+        (f"{TILES} --memory.offload=experts", 2, "memory.offload = experts"),
+    ],
+    "tiled experts are launched by the host": [(f"{TILES} --memory.graphs=static", 2, "memory.graphs = static")],
+    "tiled experts are bf16 on a GPU": [
+        (f"{TILES} --train.device=cuda --train.precision=fp32", 2, "train.precision = fp32"),
+    ],
     "a decision has clones": [("--parallel.clone_decision=previous", 1, "parallel.clone_slots = 0")],
     "clones are sent by a dispatcher that counts": [
         ("--parallel.ep=2 --parallel.clone_slots=2", 2, "parallel.dispatcher = auto"),
@@ -346,6 +418,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--memory.graphs=whole --pipeline.pair=true", 1, "pipeline.pair = true"),
         ("--memory.graphs=whole --train.device=cuda --shard.sync=hierarchical", 1, "shard.sync = hierarchical"),
     ],
+    "a tape is shared where there is one": [("--memory.tape_processes=2", 1, "memory.tape_processes = 2")],
     "a whole graph records no routing": [
         ("--memory.graphs=whole --train.record_routing=a.routing", 1, "train.record_routing = a.routing"),
     ],

@@ -1,4 +1,5 @@
-"""Rooms of the symmetric dispatcher have the bytes that rows and choices take, and the planner counts them."""
+"""Rooms of the symmetric dispatcher have the bytes that rows and choices take, those of projections the rows of a
+microbatch, and the planner counts both."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.dispatch.room_sizes import AnnouncedSizes, ArenaRows, arena_bytes, room_bytes, room_in_words
+from moefold.dispatch.room_sizes import (
+    AnnouncedSizes,
+    ArenaRows,
+    arena_bytes,
+    flags_of_sender,
+    projection_room,
+    room_bytes,
+    room_in_words,
+)
 from moefold.plan.memory.peak_memory import plan_memory
 from moefold.presets.recipe import resolve_recipe
 
@@ -44,3 +53,15 @@ def test_choices_of_narrow_tokens_have_room_too():
 def test_the_planner_counts_rooms_among_its_buffers():
     [symmetric], [dedup] = (plan_memory(resolve(*keys), 4) for keys in ((), ("--parallel.dispatcher=dedup",)))
     assert symmetric.buffers - dedup.buffers == arena_bytes(resolve(), 2)
+
+
+def test_rooms_of_projections_hold_the_rows_of_a_microbatch_and_the_planner_counts_them():
+    layout = ["--parallel.tp=2", "--parallel.cp=2", "--parallel.ep=1", "--parallel.dispatcher=auto"]
+    inside, outside = (resolve(*layout, f"--parallel.tiles={tiles}") for tiles in ("projections", ""))
+    room = projection_room(inside, 2)
+    assert room.rows == 4096 // 4
+    assert room.room_bytes == 2 * 1024 * 2048 * 2
+    words = 2 * (1 + flags_of_sender(1024, 2048)) * 8
+    assert words + 2 * room.room_bytes <= room.arena_bytes < words + 2 * room.room_bytes + 512
+    [with_rooms], [without] = (plan_memory(config, 4) for config in (inside, outside))
+    assert with_rooms.buffers - without.buffers == room.arena_bytes

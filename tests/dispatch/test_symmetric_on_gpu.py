@@ -108,11 +108,13 @@ def through(dispatcher: Dispatcher, kernels: BoundKernels, given: RankInputs, we
     expert_R = torch.searchsorted(order.ends_e, row, right=True)
     experts = torch.arange(len(up), device=x.device)
     is_of = (expert_R[:, None] == experts).double()
-    x = torch.where(is_of.any(1, keepdim=True), x, 0)  # rows behind the last are undefined
+    is_row = is_of.any(1, keepdim=True)
+    x = torch.where(is_row, x, 0)  # rows behind the last are undefined
     weight_R = order.weight_R.double()
     raised = torch.einsum("rd,re,eid->ri", x.double(), is_of, up.double())
     inner = raised.tanh() * weight_R[:, None]
     made = torch.einsum("ri,re,edi->rd", inner, is_of, down.double())
+    made = torch.where(is_row, made, 0)  # and so are their gradients
     y = dispatcher.combine(made.to(x.dtype), receipt)
     return (y.detach(), *torch.autograd.grad(y, leaves, given.direction_TD))
 

@@ -19,12 +19,14 @@ from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.device_arena import DeviceArena, PeerMemory, part_sizes
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.room_sizes import ArenaRows
-from moefold.dispatch.symmetric import ArenaDispatcher
-from moefold.dispatch.tiled_experts import ExpertWeights, TiledExperts, signals_of_arena
+from moefold.dispatch.tiled_experts import ExpertWeights, TiledExperts, signals_of_arena, way_of
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.tiles_in_exchange import multiply_arrivals, return_products
+from moefold.kernels.routing.arrival_pieces import PieceSignals
 from moefold.layout.axes import Axis, World
-from tests.dispatch.test_dispatchers import BINDINGS
+from tests.dispatch.test_dispatchers import BINDINGS, VALUES
+from tests.dispatch.test_symmetric import distance
+from tests.dispatch.test_tiled_experts_backward import Share, through
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
@@ -36,6 +38,7 @@ LOOKS = 40  # of a kernel without a clock, before it gives up
 ROUTINGS = ("skewed", "one expert", "a rank without tokens", "random")
 FEW_ROUTINGS = ROUTINGS[:3]  # in the interpreter
 LAYERS = len(FEW_ROUTINGS) + 1
+EXCHANGES = 3 * LAYERS + 6  # choices, tokens and results of each; of one that has a backward, three more and that
 
 
 def drawn_tokens(routing: str, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,10 +74,12 @@ def results_written_out(ids: torch.Tensor, gates: torch.Tensor, h: torch.Tensor)
     return y
 
 
-def build_dispatcher(arena: DeviceArena | SharedArena, kernels: BoundKernels = KERNELS) -> ArenaDispatcher:
+def build_experts(
+    arena: DeviceArena | SharedArena, kernels: BoundKernels = KERNELS, signals: PieceSignals | None = None
+) -> TiledExperts:
     axis = arena.axis
     policy = RowPolicy(contiguous_placement(EXPERTS, axis.size), axis.index)
-    return ArenaDispatcher(arena, policy, kernels, 1, ArenaRows(TOKENS, TOKENS * axis.size))
+    return TiledExperts(arena, policy, kernels, 1, ArenaRows(TOKENS, TOKENS * axis.size), signals=signals)
 
 
 def host_arena(axis: Axis) -> DeviceArena:
@@ -86,7 +91,7 @@ def host_arena(axis: Axis) -> DeviceArena:
 
 def by_kernels(arena: DeviceArena) -> TiledExperts:
     """One program sends: the interpreter runs programs one after the other, and each takes tiles when it has sent."""
-    experts = TiledExperts(build_dispatcher(arena), KERNELS, signals_of_arena(arena, 3, 1))
+    experts = build_experts(arena, signals=signals_of_arena(arena, 3, 1))
     experts.multiply_arrivals = multiply_arrivals.implementations["triton"]
     experts.return_products = return_products.implementations["triton"]
     return experts
@@ -100,17 +105,19 @@ def run_layer(experts: TiledExperts, routing: str) -> torch.Tensor:
     mine = slice(axis.index * held, (axis.index + 1) * held)
     own = ExpertWeights(*(x[mine] for x in weights))
     plan = experts.plan(Routing(gates, ids))
-    return experts.forward(h, own, plan)
+    _, results = experts.forward(h, own, way_of(plan))
+    return results
 
 
 class Seen(NamedTuple):
-    """Of a rank: how far off it is for each routing, whether a second run had the same bits, its words, and what it
-    says when rank 1 stays away."""
+    """Of a rank: how far off it is for each routing, whether a second run had the same bits, its words, what it says
+    when rank 1 stays away, and how far off results and gradients are of a layer with a backward."""
 
     off: dict[str, float]
     repeats: bool
     words: list[int]
     message: str
+    gradients_off: dict[str, float]
 
 
 def compare_with_formula(experts: TiledExperts, routings: tuple[str, ...]) -> tuple[dict[str, float], bool]:
@@ -124,26 +131,56 @@ def compare_with_formula(experts: TiledExperts, routings: tuple[str, ...]) -> tu
     return off, torch.equal(run_layer(experts, first), found[first])
 
 
+def gradients_written_out(routing: str, ranks: int, direction_TD: torch.Tensor) -> list[torch.Tensor]:
+    """Results of the tokens of all ranks, and gradients of tokens, gates and weights, in fp64."""
+    ids, gates, h = map(torch.cat, zip(*[drawn_tokens(routing, rank) for rank in range(ranks)], strict=True))
+    leaves = [x.double().requires_grad_() for x in (h, gates, *drawn_weights())]
+    h, gates, gate_up, down = leaves
+    gate_TKF, up_TKF = torch.einsum("tkcfd,td->ctkf", gate_up[ids], h)
+    a_TKF = torch.nn.functional.silu(gate_TKF) * up_TKF * gates[:, :, None]
+    y = torch.einsum("tkdf,tkf->td", down[ids], a_TKF)
+    return [y, *torch.autograd.grad(y, leaves, direction_TD.double())]
+
+
+def compare_gradients(experts: TiledExperts, routing: str = "skewed") -> dict[str, float]:
+    """How far off results and gradients are of a layer with a backward."""
+    axis = experts.arena.axis
+    held = EXPERTS // axis.size
+    mine = slice(axis.index * held, (axis.index + 1) * held)
+    tokens = [len(drawn_tokens(routing, rank)[0]) for rank in range(axis.size)]
+    begin = sum(tokens[: axis.index])
+    own = slice(begin, begin + tokens[axis.index])
+    direction_TD = torch.randn(sum(tokens), WIDTH, generator=torch.Generator().manual_seed(5))
+    y, dh, dgates, d_up, d_down = gradients_written_out(routing, axis.size, direction_TD)
+    ids, gates, h = drawn_tokens(routing, axis.index)
+    weights = [x[mine] for x in drawn_weights()]
+    found = through(experts, Share(ids, [h, gates, *weights], direction_TD[own]))
+    expected = (y[own], dh[own], dgates[own], d_up[mine], d_down[mine])
+    pairs = zip(VALUES, found, expected, strict=True)
+    return {what: distance(x.double(), written) for what, x, written in pairs}
+
+
 def over_shared_memory(world: World) -> Seen:
     arena = SharedArena(world.ep, ROOM_BYTES, patience=60.0)
-    off, repeats = compare_with_formula(TiledExperts(build_dispatcher(arena), KERNELS), ROUTINGS)
-    return Seen(off, repeats, [], "")
+    off, repeats = compare_with_formula(build_experts(arena), ROUTINGS)
+    return Seen(off, repeats, [], "", {})
 
 
 def with_kernels(world: World) -> Seen:
     arena = host_arena(world.ep)
     experts = by_kernels(arena)
+    gradients_off = compare_gradients(experts)
     off, repeats = compare_with_formula(experts, FEW_ROUTINGS)
     words = arena.memory.words[world.rank].tolist()
     ids, gates, h = drawn_tokens("random", world.rank)
     plan = experts.plan(Routing(gates, ids))
     if world.rank == 1:
-        return Seen(off, repeats, words, "")
+        return Seen(off, repeats, words, "", gradients_off)
     arena.tail.patience = LOOKS
     held = EXPERTS // world.size
     with pytest.raises(RunFailure) as lost:
-        experts.multiply(h, drawn_weights().gate_up_E2FD[:held], plan)
-    return Seen(off, repeats, words, str(lost.value))
+        experts.multiply(h, drawn_weights().gate_up_E2FD[:held], way_of(plan))
+    return Seen(off, repeats, words, str(lost.value), gradients_off)
 
 
 @cache
@@ -159,14 +196,19 @@ def test_every_token_has_what_its_experts_give_twice_the_same_bits(kernels: bool
         assert seen.repeats
 
 
+def test_gradients_of_what_kernels_computed_are_those_of_a_plain_formula():
+    for seen in seen_by_ranks(True, 2):
+        assert len(seen.gradients_off) == len(VALUES)
+        assert max(seen.gradients_off.values()) < 1e-4, seen.gradients_off
+
+
 def test_each_exchange_is_counted_once_and_each_piece_has_its_flag():
-    exchanges = 3 * LAYERS  # choices, tokens, results
-    flags = [exchanges - 1] * 2 * blocks_of_tokens(TOKENS)
+    flags = [EXCHANGES - 1] * 2 * blocks_of_tokens(TOKENS)
     for rank, seen in enumerate(seen_by_ranks(True, 2)):
-        assert seen.words[rank] == exchanges  # the other rank may be ahead
-        assert seen.words[2:] == [exchanges, 0, *flags]
+        assert seen.words[rank] == EXCHANGES  # the other rank may be ahead
+        assert seen.words[2:] == [EXCHANGES, 0, *flags]
 
 
 def test_a_tile_that_gives_up_names_the_rank_and_the_exchange():
     seen = seen_by_ranks(True, 2)[0]
-    assert seen.message.startswith(f"rank 1 gave no signal of exchange {3 * LAYERS + 2} over ep within 40 s")
+    assert seen.message.startswith(f"rank 1 gave no signal of exchange {EXCHANGES + 2} over ep within 40 s")

@@ -14,7 +14,7 @@ from moefold.comm.part_sizes import TURNS
 from moefold.config.errors import RunFailure
 from moefold.dispatch.base import Routing
 from moefold.dispatch.device_arena import DeviceArena, open_device_memory
-from moefold.dispatch.tiled_experts import ExpertWeights, TiledExperts, signals_of_arena
+from moefold.dispatch.tiled_experts import ExpertWeights, TiledExperts, signals_of_arena, way_of
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import World
@@ -26,7 +26,7 @@ from tests.dispatch.test_tiled_experts import (
     ROUTINGS,
     TOKENS,
     WIDTH,
-    build_dispatcher,
+    build_experts,
     drawn_tokens,
     drawn_weights,
     results_written_out,
@@ -56,8 +56,7 @@ def tiled_experts(world: World) -> TiledExperts:
     arena = DeviceArena(axis, memory, PATIENCE)
     capability = torch.cuda.get_device_capability(world.device)
     kernels = BoundKernels(Facts("cuda", "bf16", capability, hidden=WIDTH, ffn=INNER))
-    dispatcher = build_dispatcher(arena, kernels)
-    return TiledExperts(dispatcher, kernels, signals_of_arena(arena, PROGRAMS, SENDERS))
+    return build_experts(arena, kernels, signals_of_arena(arena, PROGRAMS, SENDERS))
 
 
 def own_weights(world: World) -> ExpertWeights:
@@ -81,9 +80,9 @@ def run_on_card(world: World) -> SeenOnCard:
     for routing in ROUTINGS:
         routed, h = inputs_of(world, routing)
         for _ in range(TURNS):  # kernels are compiled, and the tables of both turns' rooms uploaded
-            first = experts.forward(h, weights, experts.plan(routed))
+            _, first = experts.forward(h, weights, way_of(experts.plan(routed)))
         with no_waits(world.device):
-            again = experts.forward(h, weights, experts.plan(routed))
+            _, again = experts.forward(h, weights, way_of(experts.plan(routed)))
         repeats = repeats and torch.equal(first, again)
         expected = results_written_out(*drawn_tokens(routing, world.rank))
         scale = expected.abs().max().item() if len(expected) else 1.0
@@ -93,7 +92,7 @@ def run_on_card(world: World) -> SeenOnCard:
     torch.cuda.synchronize()
     if world.rank == 1:
         return SeenOnCard(off, repeats, "")
-    experts.multiply(h, weights.gate_up_E2FD, plan)
+    experts.multiply(h, weights.gate_up_E2FD, way_of(plan))
     torch.cuda.synchronize()
     with pytest.raises(RunFailure) as lost:
         experts.arena.require_peers()

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from moefold.kernels.attention import backward_hopper, backward_hopper_launch
+from moefold.kernels.attention.workspace import HOPPER_WIDTHS
 from moefold.kernels.experts import (
     delayed_swiglu_hopper,
     grouped_gemm_fp8_hopper,
@@ -48,24 +49,45 @@ def scale_descriptor(columns: int) -> str:
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> str:
     """The PTX of a kernel whose other arguments are 32-bit integers."""
     names = list(kernel.arg_names)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
+    here = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in here else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in here.items()}
     pointers = [name for name, kind in signature.items() if kind.startswith("*")]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = GluonASTSource(kernel, signature, values, aligned)
     return compile_kernel(source, target=HOPPER, options=options).asm["ptx"]
 
 
-def attention_kernels(width: int, causal: bool) -> Iterator[tuple[str, str]]:
-    head = tensor_descriptor(1, 64, width)
-    types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "dy_desc", "dk_desc", "dv_desc"), head)
-    types |= {"ds_desc": tensor_descriptor(64, 64), "dq_desc": tensor_descriptor(1, 64, 64)}
-    types |= {"statistics": FP32, "scale": "fp32"}
-    constants = {"D": width, "STAGES": backward_hopper_launch.STAGES[width], "CAUSAL": causal}
-    about = f"{width}, {'causal' if causal else 'all keys'}"
-    dkdv, dq = backward_hopper.attention_dkdv_hopper, backward_hopper.attention_dq_hopper
-    yield f"dk and dv, {about}", compile_for_hopper(dkdv, types, constants, {"num_warps": 4})
-    yield f"dq, {about}", compile_for_hopper(dq, types, constants, {"num_warps": 4, "maxnreg": 128})
+def attention_kernels(width: int, value_width: int, causal: bool) -> Iterator[tuple[str, str]]:
+    of_keys, of_queries = backward_hopper_launch.kernel_options(width, value_width, causal)
+    main, rest, keys = of_keys["D"], of_keys["E"], of_queries["KEYS"]
+    heads = [f"{name}_desc" for name in ("q", "k", "dk")]
+    further = [f"{name}_rest_desc" for name in ("q", "k", "dk")]
+    types = dict.fromkeys(heads, tensor_descriptor(1, 64, main))
+    types |= dict.fromkeys(("v_desc", "dy_desc", "dv_desc"), tensor_descriptor(1, 64, value_width))
+    types |= {"ds_desc": tensor_descriptor(64, 64), "statistics": FP32, "scale": "fp32"}
+    query_types = {"k_desc": tensor_descriptor(1, keys, main), "ds_desc": tensor_descriptor(keys, 64)}
+    query_types |= {"dq_desc": tensor_descriptor(1, 64, 64), "scale": "fp32"}
+    absent = further
+    if rest:
+        types |= dict.fromkeys(further, tensor_descriptor(1, 64, rest))
+        query_types |= {"k_rest_desc": tensor_descriptor(1, keys, rest)}
+        absent = []
+    sums = dict.fromkeys(("dk_sums", "dv_sums", "dq_sums"), FP32)
+    ways: dict[str, tuple[list[str], dict[str, str]]] = {"": ([*absent, *sums], {})}
+    if not rest:
+        ways[" with carried sums"] = (absent, sums)
+    about = f"{width} and {value_width}, {'causal' if causal else 'all keys'}"
+    kernels: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {}
+    kernels["dk and dv"] = (backward_hopper.attention_dkdv_hopper, types, of_keys)
+    kernels["dq"] = (backward_hopper.attention_dq_hopper, query_types, of_queries)
+    for name, (kernel, some_types, given) in kernels.items():
+        names = kernel.arg_names
+        constants: dict[str, Any] = {key: value for key, value in given.items() if key in names}
+        options = {key: value for key, value in given.items() if key not in names}
+        for carries, (missing, carried) in ways.items():
+            fixed = constants | dict.fromkeys(one for one in missing if one in names)
+            yield f"{name}{carries}, {about}", compile_for_hopper(kernel, some_types | carried, fixed, options)
 
 
 COLUMNS = grouped_gemm_launch.TILE_COLUMNS
@@ -140,18 +162,21 @@ def symmetric_products() -> Iterator[tuple[str, str]]:
 FP8_GEMM_TYPES = dict.fromkeys(("tiles_M4", "count", "ends_E", "first_tile_E"), INT32)
 FP8_GEMM_TYPES |= {"sa_ptr": FP32, "sb_ptr": FP32, "sa_desc": scale_descriptor(128), "sb_desc": scale_descriptor(256)}
 FP8_GEMM_TYPES |= {"out_desc": tensor_descriptor(1, 64, 64), "out_ptr": BF16, "side_ptr": BF16, "side_scales": FP32}
-FP8_GEMM_TYPES |= {"h_ptr": BF16, "h_scales": FP32, "weight_R": FP32, "dots_nP": FP32}
-FP8_SIDE = ("side_ptr", "side_scales", "h_ptr", "h_scales", "weight_R", "dots_nP")
+FP8_GEMM_TYPES |= {"h_ptr": BF16, "h_scales": FP32, "weight_R": FP32, "dots_nP": FP32, "side_rows_E": FP32}
+FP8_SIDE = ("side_ptr", "side_scales", "h_ptr", "h_scales", "weight_R", "dots_nP", "side_rows_E")
 NO_OUT = ("out_desc", "out_ptr", "dots_nP")
+CURRENT = (*NO_OUT, "side_rows_E")
 FP8_GEMMS = [  # kind, epilogue, sums, a wide scale of b, arguments that are absent, types that differ
     ("rows", "plain", "block", "column", FP8_SIDE, {}),
     ("rows", "plain", "fast", "expert", FP8_SIDE, {}),
     ("rows", "plain", "promoted", "column", FP8_SIDE, {}),
-    ("rows", "swiglu", "block", "column", NO_OUT, {"h_ptr": FP8, "side_ptr": FP8}),
-    ("rows", "swiglu", "block", "column", (*NO_OUT, "h_scales"), {"side_ptr": FP8}),
-    ("rows", "swiglu", "fast", "column", (*NO_OUT, "side_scales"), {"h_ptr": FP8}),
-    ("rows", "dswiglu", "fast", "column", ("out_desc", "side_scales"), {"h_ptr": FP8}),
-    ("rows", "dswiglu", "promoted", "expert", ("out_desc", "side_scales", "h_scales"), {}),
+    ("rows", "swiglu", "block", "column", CURRENT, {"h_ptr": FP8, "side_ptr": FP8}),
+    ("rows", "swiglu", "block", "column", (*CURRENT, "h_scales"), {"side_ptr": FP8}),
+    ("rows", "swiglu", "fast", "column", (*CURRENT, "side_scales"), {"h_ptr": FP8}),
+    ("rows", "swiglu", "fast", "column", NO_OUT, {"h_ptr": FP8, "side_ptr": FP8}),
+    ("rows", "swiglu", "promoted", "expert", NO_OUT, {"h_ptr": FP8, "side_ptr": FP8}),
+    ("rows", "dswiglu", "fast", "column", ("out_desc", "side_scales", "side_rows_E"), {"h_ptr": FP8}),
+    ("rows", "dswiglu", "promoted", "expert", ("out_desc", "side_scales", "h_scales", "side_rows_E"), {}),
     ("experts", "plain", "block", "expert", FP8_SIDE, {}),
     ("experts", "add", "block", "expert", ("out_desc", *FP8_SIDE), {"out_ptr": FP32}),
     ("experts", "add", "fast", "column", ("out_desc", *FP8_SIDE), {"out_ptr": FP32}),
@@ -190,7 +215,9 @@ SWIGLU_TILES = [  # what is kept and read, arguments that are absent, types that
 ]
 
 
-DELAYED_TYPES = TILE_TYPES | dict.fromkeys(("dh_rows_E", "dh_columns_EC", "a_columns_EC", "dh_scales_P"), FP32)
+DELAYED_TYPES = TILE_TYPES | dict.fromkeys(
+    ("dh_rows_E", "dh_columns_EC", "a_rows_E", "a_columns_EC", "dh_scales_P"), FP32
+)
 DELAYED_TYPES |= {"dh_maxima": FP32, "a_maxima": FP32, "dh_saturated": "*i64", "a_saturated": "*i64"}
 DELAYED_TYPES |= {"dh_copy": FP8, "a_copy": FP8}
 DELAYED_SWIGLU = [
@@ -209,11 +236,14 @@ def swiglu_tile_kernels() -> Iterator[tuple[str, str]]:
     for about, absent, types in DELAYED_SWIGLU:
         constants = {"SATURATES": E4M3.saturates, "A_SATURATES": E4M3.saturates} | dict.fromkeys(absent)
         kernel = delayed_swiglu_hopper.quantise_delayed_gradient_kernel
-        yield f"SwiGLU's gradient, {about}", compile_for_hopper(kernel, DELAYED_TYPES | types, constants, options)
+        for channels in (1024, 1):
+            some = constants | {"F": 1024, "CHANNELS": 2 * channels if channels > 1 else 1, "A_CHANNELS": channels}
+            name = f"SwiGLU's gradient, {about}, scales of {channels}"
+            yield name, compile_for_hopper(kernel, DELAYED_TYPES | types, some, options)
 
 
 def main() -> None:
-    attention = [attention_kernels(width, causal) for width in (64, 128) for causal in (True, False)]
+    attention = [attention_kernels(*widths, causal) for widths in HOPPER_WIDTHS for causal in (True, False)]
     experts = expert_kernels(), fp8_expert_kernels(), swiglu_tile_kernels()
     for kernels in (*attention, *experts, fp16_products(), symmetric_products()):
         for name, ptx in kernels:

@@ -43,7 +43,12 @@ def kernels_inside_exchanges() -> Iterator[tuple[str, str]]:
             ptx = compile_for_hopper(kernel, TYPES, of_tile | parts, module.OPTIONS)
             chosen = " ".join(name for name, is_there in parts.items() if is_there)
             yield f"{kernel.__name__} {chosen}", ptx
-    of_order = {"RANKS": 4, "BLOCK": tiles.TILES_PER_PROGRAM, "COMPARED": tiles.COMPARED}
+    of_order = {
+        "RANKS": 4,
+        "BY_LAST": False,
+        "BLOCK": tiles.TILES_PER_PROGRAM,
+        "COMPARED": tiles.COMPARED,
+    }
     yield "order_tiles_kernel", compile_for_hopper(tiles.order_tiles_kernel, TYPES, of_order, {"num_warps": 4})
 
 

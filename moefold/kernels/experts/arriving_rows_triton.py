@@ -22,7 +22,13 @@ from torch import Tensor
 from triton.language import constexpr
 
 from moefold.anatomy.announced_choices import BLOCK_TOKENS
-from moefold.kernels.experts.arriving_tiles_triton import BAND, load_tile, locate_tile, order_tiles, take_number
+from moefold.kernels.experts.arriving_tiles_triton import (
+    BAND,
+    load_tile,
+    locate_tile,
+    order_tiles,
+    take_number,
+)
 from moefold.kernels.experts.few_rows_triton import multiply_gate_up
 from moefold.kernels.routing.arrival_pieces import TileExchange
 from moefold.kernels.routing.peer_rows_triton import address_table, load_room, load_slots
@@ -49,6 +55,7 @@ DEPTH = 64
 SENT_ROWS = 16  # tokens that are sent at a time
 SENT_COLUMNS = 1024
 OPTIONS = {"num_warps": 8, "num_stages": 4}
+BY_LAST = True  # the order of tiles: rows of the last rank that a tile waits for come last
 COUNTERS = 3  # programs that have sent, programs that have finished, tiles that are taken
 
 
@@ -167,7 +174,7 @@ def send_tokens(
         end_sending(peers, number, counters, me, SENDERS, RANKS, WIDTH)
 
 
-@triton.jit(do_not_specialize=["first_entry", "T", "me"])
+@triton.jit(do_not_specialize=["T", "me"])
 def arriving_rows_kernel(
     x_TD,
     slots_Ts,
@@ -293,7 +300,7 @@ def launch_arriving_rows(
     pieces = len(ends_P)
     h_R2F = x_TD.new_empty(rows, 2, f)
     a_RF = x_TD.new_empty(rows, f)
-    tiles = order_tiles(index_R, ends_E, ends_P, exchange.me, ranks)
+    tiles = order_tiles(index_R, ends_E, ends_P, exchange.me, ranks, BY_LAST)
     counters = ends_P.new_zeros(COUNTERS)
     clocked = x_TD.is_cuda
     records = signals.records

@@ -14,6 +14,7 @@ from moefold.kernels.experts.fp8_swiglu import Kept, swiglu_gradients
 from moefold.kernels.experts.swiglu_tiles import kept_cases
 from moefold.kernels.quantise.delayed_tiles import DelayedScales, DelayedTiles, quantise_delayed, scales_of_case
 from moefold.kernels.quantise.fp8 import ScaleRule
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
 from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, padded_tiles
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
@@ -28,7 +29,9 @@ class GradientScales(NamedTuple):
 
 
 class DelayedGradient(NamedTuple):
-    """dh (P, N) along rows and along columns, a (P, F) along columns, the gradient of the router's weights (R,)."""
+    """dh (P, N) along rows and along columns, a (P, F) along columns, the gradient of the router's weights (R,). The
+    count of a's saturated values is that of both its copies: the one along rows is made in an epilogue of forward
+    (fp8_swiglu.py), which does not count."""
 
     dh: DelayedTiles
     a: DelayedTiles
@@ -45,8 +48,9 @@ def quantise_delayed_gradient(
     padded = padded_tiles(tiles)
     quantise = quantise_delayed.reference
     dh = quantise(dh_PN, padded, dh_rule, dh_scales, True, True)
-    a = quantise(a_PF, padded, a_rule, a_scales, False, True)
-    return DelayedGradient(dh, a, dweight_R)
+    a = quantise(a_PF, padded, a_rule, a_scales, True, True)
+    a_columns = QuantisedTiles(None, a.copies.columns)
+    return DelayedGradient(dh, a._replace(copies=a_columns), dweight_R)
 
 
 @quantise_delayed_gradient.register_fast("gluon")

@@ -60,7 +60,8 @@ LARGEST = gl.constexpr(448.0)
 
 
 class Fp8Outputs(NamedTuple):
-    """Where an epilogue writes. `side_ptr` and what follows belong to SwiGLU's epilogues."""
+    """Where an epilogue writes. `side_ptr` and what follows belong to SwiGLU's epilogues. `side_rows_E`: scales of the
+    activation that are known before, one for each expert; `side_scales` are then those of its rows."""
 
     out_desc: Any = None
     out_ptr: Any = None
@@ -70,6 +71,7 @@ class Fp8Outputs(NamedTuple):
     h_scales: Any = None
     weight_R: Any = None
     dots_nP: Any = None
+    side_rows_E: Any = None
 
 
 class PreActivationAhead(NamedTuple):
@@ -152,6 +154,15 @@ def store_block(out, line, at, stride, block, POWER_OF_TWO: gl.constexpr):
 
 
 @gluon.jit
+def store_with_scale(outs, of_expert, at, F, x0, x1):
+    """A block of the activation as FP8 with its expert's scale, which is that of its rows."""
+    factor = reciprocal(of_expert)
+    store_pair(outs.side_ptr, at, F, x0 * factor[:, None], x1 * factor[:, None])
+    of_first_block = (row_numbers() >= 0) & (at.column == 0)
+    gl.store(outs.side_scales + at.row + row_numbers(), of_expert, mask=of_first_block)
+
+
+@gluon.jit
 def load_weights(weight_R, row, real):
     """The router's weights of 64 rows, a tuple of slabs; zero from `real` on. All are loaded before the first is
     needed: a load takes longer than a slab."""
@@ -166,11 +177,14 @@ def load_weights(weight_R, row, real):
 
 
 @gluon.jit
-def epilogue_swiglu_fp8(outs, tile, at, F, padded, POWER_OF_TWO: gl.constexpr):
+def epilogue_swiglu_fp8(outs, tile, at, expert, F, padded, POWER_OF_TWO: gl.constexpr):
     """The left half of the tile is gate, the right half up. Pre-activation and activation are quantised by blocks, or
-    stored in bf16 where there are no scales for them."""
+    stored in bf16 where there are no scales for them; the activation may have the scale of its expert."""
     F = F // 16 * 16  # tells the compiler that it is a multiple of 16
     blocks = gl.cdiv(F, 128)
+    if outs.side_rows_E is not None:
+        scale = gl.load(outs.side_rows_E + expert)
+        of_expert = gl.full([SLAB], scale, gl.float32, gl.SliceLayout(1, PART_LAYOUT))
     weights = load_weights(outs.weight_R, at.row, at.real)
     mbarrier.wait(at.made, at.phase)
     chunk = at.half * 4
@@ -196,8 +210,11 @@ def epilogue_swiglu_fp8(outs, tile, at, F, padded, POWER_OF_TWO: gl.constexpr):
         # the activation
         a0 = weighted_swiglu(gate[0], up[0], w)
         a1 = weighted_swiglu(gate[1], up[1], w)
-        act_out = (outs.side_ptr, outs.side_scales)
-        store_block(act_out, line, here, F, (a0, a1), POWER_OF_TWO)
+        if outs.side_rows_E is not None:
+            store_with_scale(outs, of_expert, here, F, a0, a1)
+        else:
+            act_out = (outs.side_ptr, outs.side_scales)
+            store_block(act_out, line, here, F, (a0, a1), POWER_OF_TWO)
 
 
 @gluon.jit

@@ -6,6 +6,8 @@ undefined.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,18 +17,43 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 @register_op
 def expert_bias(y_RN: Tensor, bias_EN: Tensor, ends_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
-    """y_RN[r] + bias_EN[expert of r] (x weight_R[r]). The bias' gradient is a sum over sorted rows, without atomics."""
+    """y_RN[r] + bias_EN[expert of r] (x weight_R[r]). The bias' gradient is a sum over sorted rows, without atomics, in
+    fp32 or better."""
     rows = len(y_RN)
     row_R = torch.arange(rows, dtype=ends_E.dtype, device=y_RN.device)
     expert_R = torch.searchsorted(ends_E, row_R, right=True)
     # Undefined rows have the number E: a bias of zeros, whose gradient is dropped.
     one_more = (0, 0, 0, 1)
     padded_bias = F.pad(bias_EN, one_more)
-    bias_RN = padded_bias[expert_R]
+    bias_RN: Any = RowsOfExperts.apply(padded_bias, expert_R)
     if weight_R is not None:
         weight_R1 = weight_R[:, None]
         bias_RN = bias_RN * weight_R1.to(bias_RN.dtype)
     return y_RN + bias_RN
+
+
+class RowsOfExperts(torch.autograd.Function):
+    """A row of each expert's for its rows. torch's own backward rounds each of its sums to the rows' type: of thousands
+    of rows in bf16 most would be lost."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_EN: Tensor, expert_R: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_R)
+        ctx.experts = len(rows_EN)
+        return rows_EN[expert_R]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (expert_R,) = ctx.saved_tensors
+        (dy_RN,) = gradients
+        wide = torch.promote_types(dy_RN.dtype, torch.float32)
+        width = dy_RN.shape[1]
+        sums_EN = dy_RN.new_zeros(ctx.experts, width, dtype=wide)
+        if dy_RN.is_cuda:  # which sorts them
+            sums_EN.index_put_((expert_R,), dy_RN.to(wide), accumulate=True)
+        else:  # where threads of index_put_ would add to a sum in any order
+            sums_EN.index_add_(0, expert_R, dy_RN.to(wide))
+        return sums_EN.to(dy_RN.dtype), None
 
 
 BIAS_ROW_COUNTS = (

@@ -37,7 +37,14 @@ from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.linear.few_rows import has_few_rows
 from moefold.kernels.linear.low_rank_matrices import LowRankMatrices
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
-from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows, take_gradient_ungathered
+from moefold.kernels.routing.expert_rows import (
+    gather_rows,
+    shuffled_rows,
+    sum_in_one_pass,
+    take_gradient_ungathered,
+    takes_gradient_unsummed,
+)
+from moefold.kernels.routing.gathered_rows import RowLinks, SummedRows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
 from moefold.layout.rerun import RERUN
@@ -63,7 +70,9 @@ DownProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 class ExpertParts(NamedTuple):
     """The ops that the experts are composed of; by default the references. `up` and `down` add biases, `down` times the
     router's weights where these act inside the activation, and the outputs of adapters. `recipe`, `down_recipe`: the
-    precision recipes of the first and of the second product. `up_adapter`, `down_adapter`: for a fused kernel."""
+    precision recipes of the first and of the second product. `up_adapter`, `down_adapter`: for a fused kernel.
+    `known_h_R2F`: the pre-activation, where kernels that multiply inside exchanges have computed it and what follows:
+    then the experts are run for their backward alone (known_products.py)."""
 
     gather: Gather = gather_rows
     up: UpProduct = plain_up_product
@@ -74,6 +83,7 @@ class ExpertParts(NamedTuple):
     down_recipe: Any = None
     up_adapter: LowRankMatrices | None = None
     down_adapter: LowRankMatrices | None = None
+    known_h_R2F: Tensor | None = None
 
     @property
     def are_frozen(self) -> bool:
@@ -128,7 +138,7 @@ def expert_mlp_gluon(
         return adapted_mlp(*inputs, parts)
     if not torch.is_grad_enabled() and has_few_rows(source_ND):
         return run_few_rows(*inputs)
-    return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
+    return ExpertMlpFunction.apply(*inputs, holes, parts.known_h_R2F)  # pyright: ignore[reportReturnType]
 
 
 def adapted_mlp(
@@ -194,27 +204,31 @@ class ExpertMlpFunction(torch.autograd.Function):
     large. Weight gradients are computed now or deferred, as those of linear products.
 
     Rows behind the last end, which there may be with `holes`, are undefined; weight gradients multiply up to 63 of them
-    by zero, so these are made finite."""
+    by zero, so these are made finite. With a known pre-activation, which is overwritten too, forward saves alone."""
 
     @staticmethod
-    def forward(ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E, holes):
+    def forward(
+        ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E, holes, known_h_R2F=None
+    ):
         from moefold.kernels.experts import grouped_gemm_launch as launch
 
         rows = len(index_R)
         plan = launch.RowTilePlan.of(ends_E, rows)
-        x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
-        weight_fp32_R = weight_R.float()
-        h_R2F, a_RF = launch.up_projection(x_PD, gate_up_E2FD, weight_fp32_R, plan)
-        del x_PD
+        h_R2F, a_RF = known_h_R2F, None
+        if h_R2F is None:
+            x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
+            h_R2F, a_RF = launch.up_projection(x_PD, gate_up_E2FD, weight_R.float(), plan)
+            del x_PD
         if holes:
             h_RN = h_R2F.flatten(1)
             launch.zero_rows_behind(h_RN, ends_E)
         ctx.holes = holes
         ctx.weights = (gate_up_E2FD, down_EDF)  # the Parameter objects: their gradient sink is an attribute
         ctx.used = False
+        ctx.leaves_sum = takes_gradient_unsummed(source_ND)
         routing = (weight_R, index_R, slots_NK)
         ctx.save_for_backward(source_ND, *ctx.weights, *routing, h_R2F, *plan)
-        if not RERUN.uses_expert_outputs:  # a rerun for the saved tensors alone
+        if a_RF is None or not RERUN.uses_expert_outputs:  # run for the saved tensors alone
             width = source_ND.shape[1]
             return source_ND.new_empty(rows, width)
         return launch.down_projection(a_RF, down_EDF, plan)
@@ -238,15 +252,18 @@ class ExpertMlpFunction(torch.autograd.Function):
         down_wgrad = partial(expert_weight_gradient, dy_RD, a_PF, down, plan)
         ddown_EDF = gradient_or_defer(down, down_wgrad)
         del a_PF, down_wgrad  # unless the deferred product holds it, its memory is free for the rows below
-        # Up: the data gradient summed over each source row's slots, and the weight gradient.
-        dx_RD = launch.up_projection_dgrad(dh_R2F, gate_up_E2FD, plan)
-        dsource_ND = launch.sum_over_slots(dx_RD, slots_NK)
-        del dx_RD
+        # Up: the weight gradient, whose gathered rows are free for those of the data gradient, and that, summed over
+        # each source row's slots here or by whoever asked for it.
         up_wgrad = partial(up_weight_gradient, dh_R2F, source_ND, index_R, gate_up, plan)
         dgate_up_E2FD = gradient_or_defer(gate_up, up_wgrad)
+        dx_RD = launch.up_projection_dgrad(dh_R2F, gate_up_E2FD, plan)
+        if ctx.leaves_sum:
+            dsource_ND = SummedRows(dx_RD, RowLinks(index_R, slots_NK, ctx.holes), sum_in_one_pass)
+        else:
+            dsource_ND = launch.sum_over_slots(dx_RD, slots_NK)
         dweight_R = dweight_R.to(weight_R.dtype)
         gradients = (dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def up_weight_gradient(

@@ -24,13 +24,13 @@ from moefold.kernels.experts.delayed_swiglu_tiles import GradientScales, quantis
 from moefold.kernels.experts.fp8_swiglu import Kept, fp8_dswiglu_product, fp8_swiglu_product, swiglu_gradients
 from moefold.kernels.experts.swiglu_tiles import GradientRules, QuantisedGradient, quantise_swiglu_gradient
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product, tile_weight_product
-from moefold.kernels.linear.product import Role, ends_of_rows
+from moefold.kernels.linear.product import Role
 from moefold.kernels.quantise.delayed_tiles import DelayedScales, DelayedTiles
 from moefold.kernels.quantise.fp8 import Quantised, ScaleRule
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight
-from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, padded_tiles, row_tiles
+from moefold.kernels.quantise.row_tiles import RowTiles, TileSample, dense_tiles, pad_to_tiles, padded_tiles, row_tiles
 from moefold.kernels.routing.expert_rows import sum_rows
 from moefold.kernels.routing.gathered_rows import source_of_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
@@ -79,13 +79,23 @@ class Fp8Experts(Protocol):
         """Whether this step records statistics; what follows is for them alone."""
         ...
 
-    def show_copies(
-        self, role: Role, x: Tensor, tiles: RowTiles, copies: QuantisedTiles, saturated: Tensor | None = None
-    ) -> None:
-        """Copies that a fused kernel made of x."""
+    def sample_of(self, tiles: RowTiles) -> TileSample:
+        """The tiles that are shown."""
         ...
 
-    def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
+    def show_sample(
+        self,
+        role: Role,
+        x: Tensor,
+        tiles: RowTiles,
+        copies: QuantisedTiles,
+        sample: TileSample,
+        saturated: Tensor | None = None,
+    ) -> None:
+        """Copies that a fused kernel made of x, which has the sample of tiles alone. `saturated`: of all tiles."""
+        ...
+
+    def show_rows(self, x: Tensor, tiles: RowTiles, sample: TileSample) -> None:
         """An input that an epilogue quantised along rows."""
         ...
 
@@ -113,10 +123,15 @@ class ExpertPass(NamedTuple):
         return self.recipe.spec.columns != "none"
 
     @property
+    def activation_scales(self) -> DelayedScales | None:
+        """Those of a, where they are known before its values."""
+        return self.down_recipe.delayed_scales("input")
+
+    @property
     def delayed_scales(self) -> GradientScales | None:
         """Those of dh and of a, where they are known before their values."""
         dh = self.recipe.delayed_scales("gradient")
-        a = self.down_recipe.delayed_scales("input")
+        a = self.activation_scales
         if dh is None or a is None:
             return None
         dh_rule = self.recipe.rules["gradient"]
@@ -151,7 +166,8 @@ class Fp8ExpertMlp(torch.autograd.Function):
         tiles = find_tiles(ends_E, rows)
         work = ExpertPass(recipe, down_recipe, tiles, rows, source_ND.dtype)
         x = gather_tokens(work, source_ND, index_R)
-        h, a = up_product(work, x, gate_up_E2FD, weight_R)
+        has_backward = any(ctx.needs_input_grad)
+        h, a = up_product(work, x, gate_up_E2FD, weight_R, has_backward)
         del x
         if RERUN.uses_expert_outputs:
             y_RD = down_product(work, a, down_EDF)
@@ -211,9 +227,7 @@ def gather_tokens(work: ExpertPass, source_ND: Tensor, index_R: Tensor) -> Quant
 def quantise_then_gather(
     work: ExpertPass, recipe: Fp8Experts, source_ND: Tensor, role: Role, index_R: Tensor
 ) -> Quantised:
-    ends = ends_of_rows(source_ND, None)
-    find_tiles = work.kernels[row_tiles]
-    source_tiles = find_tiles(ends, len(source_ND))
+    source_tiles = dense_tiles(work.kernels[row_tiles], source_ND)
     sources = recipe.quantise(source_ND, source_tiles, role, rows=True)
     values, scales = sources.wanted_rows
     gather = work.kernels[gather_tiles]
@@ -238,8 +252,11 @@ def quantise_output_gradient(work: ExpertPass, dy_RD: Tensor) -> tuple[Quantised
     return rows, columns
 
 
-def up_product(work: ExpertPass, x: Quantised, gate_up_E2FD: Tensor, weight_R: Tensor) -> tuple[Kept, Kept]:
-    """The pre-activation, as backward keeps it, and the activation."""
+def up_product(
+    work: ExpertPass, x: Quantised, gate_up_E2FD: Tensor, weight_R: Tensor, has_backward: bool
+) -> tuple[Kept, Kept]:
+    """The pre-activation, as backward keeps it, and the activation: quantised in the epilogue where scales are known
+    and backward takes note of largest magnitudes."""
     recipe = work.recipe
     w = up_weight(recipe, gate_up_E2FD).forward
     fp8_kept = work.fp8_wgrad
@@ -247,7 +264,9 @@ def up_product(work: ExpertPass, x: Quantised, gate_up_E2FD: Tensor, weight_R: T
     multiply = work.kernels[fp8_swiglu_product]
     weight_fp32_R = weight_R.float()
     sums = recipe.row_sums
-    return multiply(x, w, weight_fp32_R, work.tiles, sums, formats)
+    a_scales = work.activation_scales if has_backward else None
+    a_rows_E1 = None if a_scales is None else a_scales.rows_E1
+    return multiply(x, w, weight_fp32_R, work.tiles, sums, formats, a_rows_E1)
 
 
 def up_weight(recipe: Fp8Experts, gate_up_E2FD: Tensor) -> QuantisedWeight:
@@ -279,27 +298,40 @@ def gradient_by_blocks(work: ExpertPass, kept: KeptForBackward, dy: Quantised) -
     quantise = work.kernels[quantise_swiglu_gradient]
     gradient = quantise(da_RF, h, weight_R, work.tiles, rules)
     if recipe.is_watched or down_recipe.is_watched:
-        show_gradient(work, kept, da_RF, gradient)
+        dh_columns = None if isinstance(gradient.dh, Tensor) else gradient.dh
+        dh_copies = QuantisedTiles(gradient.rows, dh_columns)
+        a = gradient.a if isinstance(gradient.a, Tensor) else QuantisedTiles(None, gradient.a)
+        show_gradient(work, kept, da_RF, GradientCopies(dh_copies, a))
     return gradient
 
 
-def show_gradient(work: ExpertPass, kept: KeptForBackward, da_RF: Tensor, gradient: QuantisedGradient) -> None:
-    """For statistics: the values that the pass quantised."""
-    tiles = work.tiles
+class GradientCopies(NamedTuple):
+    """What one pass quantised: the gradient of the pre-activation, and the activation or what stands for it in the
+    model's own precision; with the values that were beyond the range of delayed scales."""
+
+    dh: QuantisedTiles
+    a: QuantisedTiles | Tensor
+    dh_saturated: Tensor | None = None
+    a_saturated: Tensor | None = None
+
+
+def show_gradient(work: ExpertPass, kept: KeptForBackward, da_RF: Tensor, made: GradientCopies) -> None:
+    """For statistics: a sample of the values that the pass quantised."""
+    recipe, down_recipe, tiles, _, _ = work
+    sample = recipe.sample_of(tiles)
+    few = sample.of_tiles(tiles)
     _, h, weight_R = kept
-    da_PF = pad_to_tiles(da_RF, tiles)
-    exact = swiglu_gradients(da_PF, h, weight_R, tiles)
-    padded = padded_tiles(tiles)
-    rows, dh, a, _ = gradient
-    dh_columns = None if isinstance(dh, Tensor) else dh
-    dh_copies = QuantisedTiles(rows, dh_columns)
-    work.recipe.show_copies("gradient", exact.dh_PN, padded, dh_copies)
-    down_recipe = work.down_recipe
-    if isinstance(a, Tensor):
-        down_recipe.show_rows(a, padded)
+    h = sample.of_rows(h) if isinstance(h, Tensor) else Quantised(*map(sample.of_rows, h))
+    da_PF = pad_to_tiles(da_RF, few)
+    exact = swiglu_gradients(da_PF, h, weight_R, few)
+    padded = padded_tiles(few)
+    dh = made.dh.of_sample(sample)
+    recipe.show_sample("gradient", exact.dh_PN, padded, dh, sample, made.dh_saturated)
+    if isinstance(made.a, Tensor):
+        down_recipe.show_rows(sample.of_rows(made.a), padded, sample)
     else:
-        a_copies = QuantisedTiles(None, a)
-        down_recipe.show_copies("input", exact.a_PF, padded, a_copies)
+        a = made.a.of_sample(sample)
+        down_recipe.show_sample("input", exact.a_PF, padded, a, sample, made.a_saturated)
 
 
 def gradient_by_wide_scales(work: ExpertPass, kept: KeptForBackward, dy: Quantised) -> QuantisedGradient:
@@ -333,11 +365,8 @@ def gradient_by_delayed_scales(work: ExpertPass, kept: KeptForBackward, dy: Quan
     dh_saturated = recipe.take_note("gradient", tiles, dh)
     a_saturated = down_recipe.take_note("input", tiles, a)
     if recipe.is_watched or down_recipe.is_watched:
-        da_PF = pad_to_tiles(da_RF, tiles)
-        exact = swiglu_gradients(da_PF, h, weight_R, tiles)
-        padded = padded_tiles(tiles)
-        recipe.show_copies("gradient", exact.dh_PN, padded, dh.copies, dh_saturated)
-        down_recipe.show_copies("input", exact.a_PF, padded, a.copies, a_saturated)
+        made = GradientCopies(dh.copies, a.copies, dh_saturated, a_saturated)
+        show_gradient(work, kept, da_RF, made)
     dh_rows = dh.copies.wanted_rows
     dh_columns = dh.copies.wanted_columns
     a_columns = a.copies.wanted_columns

@@ -24,6 +24,7 @@ from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import quantise_rows, quantise_tiles
 from moefold.kernels.quantise.quantise_weight import quantise_weight
 from moefold.kernels.quantise.row_tiles import RowTiles, padded_index, row_tiles
+from moefold.kernels.quantise.wide_scales import repeat_for_rows, scales_of_tiles
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 Kept = Quantised | Tensor  # by blocks of 128 in FP8, or in the model's own precision
@@ -45,8 +46,10 @@ def fp8_swiglu_product(
     tiles: RowTiles,
     sums: Sums,
     formats: ActivationFormats,
+    a_rows_E1: Tensor | None = None,
 ) -> tuple[Kept, Kept]:
-    """h and a. x: values (P, D). w: values (E, 2F, D), gates first."""
+    """h and a. x: values (P, D). w: values (E, 2F, D), gates first. `a_rows_E1`: scales of a's rows, those of their
+    experts, where these are known before; nothing counts what is beyond their range (delayed_swiglu_tiles.py does)."""
     product_PN = padded_product(x, w, tiles, sums)
     h_PN = product_PN.to(formats.dtype)
     wide_PN = h_PN.float()
@@ -55,6 +58,8 @@ def fp8_swiglu_product(
     a_PF = F.silu(gate_PF) * up_PF * weight_P1
     rule = formats.rule
     kept = quantise_blocks(h_PN, rule) if formats.fp8_kept else h_PN
+    if a_rows_E1 is not None:
+        return kept, quantise_with_scales(a_PF, a_rows_E1, tiles, rule)
     if formats.fp8_activation:
         return kept, quantise_blocks(a_PF, rule)
     return kept, a_PF.to(formats.dtype)
@@ -68,10 +73,11 @@ def fp8_swiglu_product_gluon(
     tiles: RowTiles,
     sums: Sums,
     formats: ActivationFormats,
+    a_rows_E1: Tensor | None = None,
 ) -> tuple[Kept, Kept]:
     from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
 
-    return launch.swiglu_product(x, w, weight_R, tiles, sums, formats)
+    return launch.swiglu_product(x, w, weight_R, tiles, sums, formats, a_rows_E1)
 
 
 @register_inner_op
@@ -149,6 +155,14 @@ def quantise_blocks(x_PD: Tensor, rule: ScaleRule) -> Quantised:
     return blocks
 
 
+def quantise_with_scales(x_PD: Tensor, scales_E1: Tensor, tiles: RowTiles, rule: ScaleRule) -> Quantised:
+    scales_M1 = scales_of_tiles(scales_E1, tiles)
+    scales_P = repeat_for_rows(scales_M1)
+    rows = quantise_rows(x_PD, scales_P, rule)
+    assert rows is not None, "scales of rows were given"
+    return rows
+
+
 def dequantise_blocks(x: Quantised) -> Tensor:
     values = x.values.float()
     width = values.shape[1]
@@ -197,6 +211,9 @@ def fp8_swiglu_cases(draw: CaseInputs) -> Cases:
             formats = ActivationFormats(rule, fp8, fp8, draw.dtype)
             inputs = (x, w, weight_R, tiles, "block", formats)
             yield KernelCase(f"{name}, {about}", inputs)
+        experts = len(counts)
+        a_rows_E1 = draw.wide(experts, 1, seed=4).abs().float() / 100
+        yield KernelCase(f"{name}, scales of experts", (*inputs, a_rows_E1))
 
 
 @fp8_dswiglu_product.register_cases

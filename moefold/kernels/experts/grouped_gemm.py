@@ -17,7 +17,7 @@ from torch import Tensor
 from moefold.kernels.linear.matmul import matmul, plain_product, tiled_product
 from moefold.kernels.linear.product import widened
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
-from moefold.layout.tape_entries import OPEN_TAPES
+from moefold.layout.tape_entries import OPEN_TAPES, entry_facts
 
 MultiplyRows = Callable[[Tensor, Tensor], Tensor]
 LONGEST_SUM = 4096  # products that a CPU adds up in one sum
@@ -116,19 +116,39 @@ def multiply_one_by_one(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     return product.to(a.dtype)
 
 
-def multiply_into(product: Tensor, a: Tensor, b: Tensor, ends_E: Tensor) -> None:
-    """Rows of a (R, K) by each expert's matrix of b (E, K, N), or columns of a (M, R) by rows of b (R, N)."""
+def halves_of_product(*operands: Tensor) -> list[tuple[Tensor | int, ...]]:
+    return [(*operands, 0), (*operands, 1)]
+
+
+@entry_facts(written=1, halves=halves_of_product)
+def multiply_into(product: Tensor, a: Tensor, b: Tensor, ends_E: Tensor, half: int | None = None) -> None:
+    """Rows of a (R, K) by each expert's matrix of b (E, K, N), or columns of a (M, R) by rows of b (R, N). `half`: of
+    one half of the experts alone, about as many rows as the other."""
     sums_rows = b.dim() == 2
-    begin = 0
-    ends = ends_E.numpy()  # on a CPU, where nothing has to be waited for
-    for expert, end in enumerate(ends):
+    ends = ends_E.numpy().tolist()  # on a CPU, where nothing has to be waited for
+    begins = [0, *ends]
+    for expert in range(len(ends)) if half is None else experts_of_half(ends, half):
+        begin = begins[expert]
+        end = ends[expert]
         if sums_rows:
             torch.mm(a[:, begin:end], b[begin:end], out=product[expert])
         elif end > begin:
             torch.mm(a[begin:end], b[expert], out=product[begin:end])
-        begin = end
-    if not sums_rows:
-        product[begin:].zero_()
+    if not sums_rows and half != 0:
+        product[begins[-1] :].zero_()
+
+
+def experts_of_half(ends: list[int], half: int) -> list[int]:
+    """Largest first, each expert goes to the half that has fewer rows."""
+    begins = [0, *ends]
+    rows = [end - begin for begin, end in zip(begins, ends, strict=False)]
+    halves: tuple[list[int], list[int]] = ([], [])
+    lead = 0  # of the first half, in rows
+    for expert in sorted(range(len(rows)), key=rows.__getitem__, reverse=True):
+        chosen = 0 if lead <= 0 else 1
+        halves[chosen].append(expert)
+        lead += rows[expert] if chosen == 0 else -rows[expert]
+    return halves[half]
 
 
 @register_op

@@ -15,7 +15,8 @@ FP8 wgmma reads both operands with the contraction contiguous, so transposed cop
     epilogue      writes
     "plain"       out
     "add"         out += product, in the precision of out ("experts": accumulation of weight gradients)
-    "swiglu"      silu(gate) * up * weight of the row, and gate and up (the pre-activation): FP8 by blocks, or bf16
+    "swiglu"      silu(gate) * up * weight of the row, and gate and up (the pre-activation): FP8 by blocks, or bf16; the
+                  first may be FP8 with scales of experts that are known before
     "dswiglu"     from dA: gradients of gate and up, the activation again, dA . activation / weight
 
 Block scales need the sum of each 128 of K apart: its fp32 sum is multiplied by both scales and added to the accumulator
@@ -481,7 +482,7 @@ def run_fp8_epilogues(outs, hand, ahead, grid, N, padded, gemm, POWER_OF_TWO: gl
                 epilogue_plain(outs, hand.tile, here, N, BN)
             elif gemm.END == "swiglu":
                 inner = N // 2
-                epilogue_swiglu_fp8(outs, hand.tile, here, inner, padded, POWER_OF_TWO)
+                epilogue_swiglu_fp8(outs, hand.tile, here, tile.expert, inner, padded, POWER_OF_TWO)
             elif gemm.END == "dswiglu":
                 epilogue_dswiglu_fp8(outs, hand.tile, ahead, here, N, padded)
             tma.store_wait(0)
@@ -493,7 +494,7 @@ def run_fp8_epilogues(outs, hand, ahead, grid, N, padded, gemm, POWER_OF_TWO: gl
 @gluon.jit(do_not_specialize=["experts", "M", "K", "padded", "band"])
 def expert_gemm_fp8(
     a_desc, b_desc, sa_ptr, sb_ptr, sa_desc, sb_desc, sa_expert, sa_row, sb_expert, sb_row,
-    out_desc, out_ptr, side_ptr, side_scales, h_ptr, h_scales, weight_R, dots_nP,
+    out_desc, out_ptr, side_ptr, side_scales, h_ptr, h_scales, weight_R, dots_nP, side_rows_E,
     tiles_M4, count, ends_E, first_tile_E,
     experts, M, N, K, padded, band,
     KIND: gl.constexpr, END: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, WIDE_B: gl.constexpr,
@@ -541,7 +542,7 @@ def expert_gemm_fp8(
     grid = grid_of_tiles(tiles_M4, count, ends_E, first_tile_E, experts, M, n_tiles, steps, band, by_expert)
     descs = (a_desc, b_desc, sa_desc, sb_desc)
     scales = ScalePointers(sa_ptr, sb_ptr, sa_expert, sa_row, sb_expert, sb_row)
-    outs = Fp8Outputs(out_desc, out_ptr, side_ptr, side_scales, h_ptr, h_scales, weight_R, dots_nP)
+    outs = Fp8Outputs(out_desc, out_ptr, side_ptr, side_scales, h_ptr, h_scales, weight_R, dots_nP, side_rows_E)
     # two consumer warpgroups, one producer warp, two epilogue warps
     gl.warp_specialize(
         [

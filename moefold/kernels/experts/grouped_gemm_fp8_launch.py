@@ -192,16 +192,20 @@ def swiglu_product(
     tiles: RowTiles,
     sums: Sums,
     formats: ActivationFormats,
+    a_rows_E1: Tensor | None = None,
 ) -> tuple[Quantised | Tensor, Quantised | Tensor]:
-    """h (P, 2F) and a (P, F), each as FP8 with scales of blocks or in bf16."""
+    """h (P, 2F) and a (P, F), each as FP8 with scales of blocks or in bf16; a as FP8 with given scales of experts."""
     _, n, k = w.values.shape
     f = n // 2
     rows = tiles.padded_rows
     h = empty_blocks(x, rows, n) if formats.fp8_kept else empty_bf16(x, rows, n)
-    a = empty_blocks(x, rows, f) if formats.fp8_activation else empty_bf16(x, rows, f)
+    if a_rows_E1 is not None:
+        a = empty_rows(x, rows, f, formats)
+    else:
+        a = empty_blocks(x, rows, f) if formats.fp8_activation else empty_bf16(x, rows, f)
     a_tensors = values_and_scales(a)
     h_tensors = values_and_scales(h)
-    outputs = Fp8Outputs(None, None, *a_tensors, *h_tensors, weight_R)
+    outputs = Fp8Outputs(None, None, *a_tensors, *h_tensors, weight_R, side_rows_E=a_rows_E1)
     # A tile has half its columns from the gate and half from up, so that the epilogue sees both.
     w_planes = w.values.view(-1, f, k)
     b = block_descriptor_fp8(w_planes, 2, 128, 128)
@@ -217,6 +221,13 @@ def empty_blocks(like: Quantised, rows: int, width: int) -> Quantised:
     values = like.values.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = like.scales.new_empty(blocks, rows, dtype=torch.float32)
     return Quantised(values, scales.T)
+
+
+def empty_rows(like: Quantised, rows: int, width: int, formats: ActivationFormats) -> Quantised:
+    """Room for FP8 values, and for a scale of each row."""
+    values = like.values.new_empty(rows, width, dtype=formats.rule.format.dtype)
+    scales = like.scales.new_empty(rows, 1, dtype=torch.float32)
+    return Quantised(values, scales)
 
 
 def values_and_scales(x: Quantised | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -88,7 +88,7 @@ def parts_of_weights(weights: Weights, plan: RowTilePlan, rows: int) -> Iterator
 def gather_expert_rows(source_ND: Tensor, index_R: Tensor, plan: RowTilePlan) -> Tensor:
     """x_PD: the experts' rows, padded."""
     experts = len(plan.ends_E)
-    return gather_padded(source_ND, index_R, plan.tiles_M4, experts)
+    return gather_padded(source_ND, index_R, plan.tiles_M4, plan.count, experts)
 
 
 def up_projection(x_PD: Tensor, w_E2FD: Weights, weight_R: Tensor, plan: RowTilePlan, tail: Tail | None = None):

@@ -6,6 +6,8 @@ Results are summed before they travel: a token has one row for each rank, not on
 here are in one place. So a tile does not write to other ranks by itself. The first programs multiply tiles, those for
 the tokens of the next rank first and of this one last, and count the rows that are done; the last few programs take
 pieces in the same order, wait until all rows of their tokens are done, sum them, and write to the room of their rank.
+A tile with rows of several ranks comes with the first that waits for it, so that all pieces of a rank can leave once
+its tiles are done.
 Meanwhile the others multiply for the next one, and take pieces too when no tile is left. What waits comes last, so that
 it cannot keep a tile from running.
 
@@ -22,7 +24,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.experts.arriving_tiles_triton import BAND, load_tile, locate_tile, order_tiles, take_number
+from moefold.kernels.experts.arriving_tiles_triton import (
+    BAND,
+    load_tile,
+    locate_tile,
+    order_tiles,
+    take_number,
+)
 from moefold.kernels.experts.few_rows_triton import multiply_down
 from moefold.kernels.routing.arrival_pieces import TileExchange
 from moefold.kernels.routing.peer_rows_triton import address_table, launch_sum_peer_rows, load_room, load_slots
@@ -54,6 +62,7 @@ AWAITED_TOKENS = 16  # whose rows are waited for at a time
 SUMMED_TOKENS = 8
 SUMMED_COLUMNS = 1024
 OPTIONS = {"num_warps": 8, "num_stages": 4}
+BY_LAST = False  # the order of tiles: the first rank that waits for a tile has it early
 COUNTERS = constexpr(4)  # pieces that are sent, programs that have finished, tiles and pieces that are taken
 
 
@@ -148,11 +157,14 @@ def return_piece(
     for token in range(begin, end, ROWS):
         n = numbers_from(token, ROWS).to(tl.int64)
         is_token = n < end
+        slots = ()
+        for choice in tl.static_range(K):
+            slots += (load_slots(slots_NK, n, choice, is_token, K),)
         for column in range(0, D, COLS):
             c = numbers_from(column, COLS)
             total = fp32_zeros(ROWS, COLS)
             for choice in tl.static_range(K):
-                slot = load_slots(slots_NK, n, choice, is_token, K)
+                slot = slots[choice]
                 inside = tile_mask(slot >= 0, c < D)
                 total += load_as_fp32(tile_pointers(y_RD, slot, c, D), inside)
             at = tile_pointers(room, n + shift, c, D)
@@ -219,7 +231,7 @@ def return_sums(
     return is_lost
 
 
-@triton.jit(do_not_specialize=["first_entry", "me"])
+@triton.jit(do_not_specialize=["me"])
 def returning_rows_kernel(
     a_RF,
     down,
@@ -344,7 +356,7 @@ def launch_returning_rows(
     ranks = len(rooms)
     ends_P, shift_s, back_Ts = exchange.pieces
     y_RD = a_RF.new_empty(len(a_RF), d)
-    tiles = order_tiles(index_R, ends_E, ends_P, (exchange.me + 1) % ranks, ranks)
+    tiles = order_tiles(index_R, ends_E, ends_P, (exchange.me + 1) % ranks, ranks, BY_LAST)
     counted = triton.cdiv(len(a_RF) + TILE, COUNTED_ROWS)
     counters = ends_P.new_zeros(COUNTERS.value + counted)
     clocked = a_RF.is_cuda

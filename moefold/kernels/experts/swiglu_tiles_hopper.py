@@ -175,8 +175,8 @@ def store_columns(x, amax, copy, tile, column, N, rule):
 def place_columns(x, factor, values_MNB, tile, column, N):
     """The FP8 values of a chunk, transposed."""
     q = x * factor[None, :]
-    rounded = q.to(values_MNB.dtype.element_ty)
-    by_column = gl.convert_layout(rounded, BY_COLUMN)
+    by_column = gl.convert_layout(q, BY_COLUMN)
+    rounded = by_column.to(values_MNB.dtype.element_ty)  # a thread's rows, which are neighbours in a word of the copy
     # row r of column c lies at 128 c + r
     rows: gl.constexpr = gl.SliceLayout(1, BY_COLUMN)
     r = gl.arange(0, 128, layout=rows)
@@ -185,7 +185,7 @@ def place_columns(x, factor, values_MNB, tile, column, N):
     column_start = column_start[None, :]
     place = column_start + r[:, None]
     values_at = values_MNB + tile.first * N
-    gl.store(values_at + place, by_column)
+    gl.store(values_at + place, rounded)
 
 
 @gluon.jit
@@ -258,25 +258,19 @@ def silu_and_tanh(g, half_scale):
 
 
 @gluon.jit
-def silu_slope(silu, t):
-    """sigmoid + silu * (1 - sigmoid), with sigmoid = (1 + t) / 2."""
-    sigmoid = gl.fma(t, 0.5, 0.5)
-    rest = gl.fma(t, -0.5, 0.5)
-    return gl.fma(silu, rest, sigmoid)
-
-
-@gluon.jit
 def chunk_gradients(d, g, u, half_scale):
-    """Without the factors of rows: the activation, its product with da, and the gradients of gate and up."""
+    """Without the factors of rows: the activation, its product with da, twice the gradient of the gate, and that of up.
+    silu has the slope (1 + silu + t - silu * t) / 2, with t = tanh(gate / 2)."""
     silu, t = silu_and_tanh(g, half_scale)
     da = d.to(gl.float32)
     up = u.to(gl.float32)
     act = silu * up
-    dot = da * act
     product = da * up
-    dgate = product * silu_slope(silu, t)
+    dot = product * silu
+    rest = gl.fma(-silu, t, silu + t)
+    twice_dgate = gl.fma(product, rest, product)
     dup = da * silu
-    return act, dot, dgate, dup
+    return act, dot, twice_dgate, dup
 
 
 @gluon.jit
@@ -310,6 +304,7 @@ def quantise_gradient_kernel(
         inside = r < real
         w = load_or_zero(weight_R + row + r, inside)
         up_weight = up_scale * w
+        gate_weight = up_weight * 0.5
         # sums and maxima of rows, in parts
         dots = zero_parts()
         gate_max = zero_parts()
@@ -324,7 +319,7 @@ def quantise_gradient_kernel(
             act, dot, dgate, dup = chunk_gradients(d, g, u, half_scale)
             dots = add_parts(dots, dot)
             act *= up_weight[:, None]
-            dgate *= up_weight[:, None]
+            dgate *= gate_weight[:, None]
             dup *= w[:, None]
             gate_max = larger_parts(gate_max, dgate)
             up_max = larger_parts(up_max, dup)
@@ -346,7 +341,7 @@ def quantise_gradient_kernel(
         # second round: copies along rows, whose factors hold those of the rows
         dgate_scale = store_row_scale(largest_part(gate_max), row_scales, block, tile, P, dh_rule)
         dup_scale = store_row_scale(largest_part(up_max), row_scales, up_line, tile, P, dh_rule)
-        gate_factor = up_weight * reciprocal(dgate_scale)
+        gate_factor = gate_weight * reciprocal(dgate_scale)
         up_factor = w * reciprocal(dup_scale)
         for i in range(chunks):
             column = block * 128 + i * COLUMNS

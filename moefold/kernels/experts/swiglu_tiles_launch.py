@@ -21,6 +21,7 @@ from moefold.kernels.quantise.row_tiles import RowTiles
 WARPS = 8  # as the layout of a chunk asks
 REGISTERS = 128  # two programs share a processor
 CHUNKS = 4  # of 32 columns
+ROUNDS = 4  # of 32 rows
 
 
 ForWeights = Quantised | Tensor  # a copy along columns, or the values as they are
@@ -93,12 +94,12 @@ def launch_delayed_gradient(
     # arguments
     h_values, h_scales = values_and_scales(h)
     h_scales_BP = None if h_scales is None else h_scales.T.contiguous()
-    scale_tables = [table.contiguous() for table in (*dh_scales, a_scales.columns_EC)]
+    scale_tables = [table.contiguous() for table in (*dh_scales, *a_scales)]
     inputs = (da_RF, h_values, h_scales_BP, weight_R, tiles_M4, *scale_tables)
     outputs = (values_PN, scales_P, *dh, *a, dots_BR)
-    channels = [table.shape[1] for table in scale_tables[1:]]
-    sizes = (tile_count, f, rows, *channels, CHUNKS)
-    constants = (dh_rule.format.saturates, a_rule.format.saturates)
+    channels = [table.shape[1] for table in (dh_scales.columns_EC, a_scales.columns_EC)]
+    sizes = (tile_count, rows, ROUNDS)
+    constants = (f, *channels, dh_rule.format.saturates, a_rule.format.saturates)
     launch = quantise_delayed_gradient_kernel[blocks, tile_count]
     launch(*inputs, *outputs, *sizes, *constants, num_warps=WARPS, maxnreg=REGISTERS)
     by_row = Quantised(values_PN, scales_P[:, None])

@@ -43,6 +43,9 @@ CHOICES: Choices = {
         TRITON_ROWS,
         Choice("gather_backward", always_runs, "nothing", "its backward is a gather: no atomics, the same every run"),
     ),
+    "spread_rows": (
+        Choice("triton", triton_runs, "cuda with Triton", "reads each source once, writes no row behind the last"),
+    ),
     "sum_rows": (
         TRITON_ROWS,
         Choice("gather_backward", always_runs, "nothing", "its backward is a gather of the tokens' gradients"),
@@ -55,5 +58,6 @@ CHOICES: Choices = {
     ),
     "push_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads a row once for all ranks it goes to"),),
     "sum_rows_into": (Choice("triton", triton_runs, "cuda with Triton", "sums where other ranks read, no copy"),),
+    "write_choices_into": (Choice("triton", triton_runs, "cuda with Triton", "one launch, which signals too"),),
     "sum_peer_rows": (Choice("triton", triton_runs, "cuda with Triton", "reads rows where they lie, sums in fp32"),),
 }

@@ -2,6 +2,7 @@
 
     arrange_rows   ids_NK -> index_R, slots_NK, weight_R, ends_E
     gather_rows    source_ND -> x_RD = source[index]
+    spread_rows    the same, read by source, and only as far as rows are defined
     sum_rows       y_RD -> y_ND = sum_k y_R[slots[:, k]]
 
 N source rows, R rows in expert order, D width, K rows at most per source row, E experts. Within an expert, rows keep
@@ -20,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op, seeded_randn
-from moefold.kernels.routing.gathered_rows import GatheredRows, RowLinks, RowMovement
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op, register_op, seeded_randn
+from moefold.kernels.routing.gathered_rows import GatheredRows, RowLinks, RowMovement, SummedRows
 
 ArrangedRows = tuple[Tensor, Tensor, Tensor, Tensor]  # index_R, slots_NK, weight_R, ends_E
 
@@ -114,6 +115,19 @@ def gather_rows(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: boo
     return source_ND[index_R]
 
 
+@register_inner_op
+def spread_rows(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, ends_E: Tensor) -> Tensor:
+    """x_RD[r] = source_ND[index_R[r]]; zeros where the index is -1. Rows behind the last end are undefined."""
+    return gather_rows.reference(source_ND, index_R, slots_NK, True)
+
+
+@spread_rows.register_fast("triton")
+def spread_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, ends_E: Tensor) -> Tensor:
+    from moefold.kernels.routing.rows_triton import spread_over_slots
+
+    return spread_over_slots(source_ND, index_R, slots_NK, ends_E)
+
+
 @register_op
 def sum_rows(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     """out_ND[n] = the sum of y_RD over the rows made from n, in fp32 or better."""
@@ -139,7 +153,7 @@ def with_row_of_zeros(x: Tensor) -> Tensor:
 @gather_rows.register_fast("gather_backward")
 def gather_rows_gather_backward(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(source_ND, rows, PLAIN_GATHER)
+    return gather_and_sum_later(source_ND, rows, PLAIN_GATHER)
 
 
 @sum_rows.register_fast("gather_backward")
@@ -151,7 +165,7 @@ def sum_rows_gather_backward(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, ho
 @gather_rows.register_fast("triton")
 def gather_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     rows = RowLinks(index_R, slots_NK, holes)
-    return move_rows(source_ND, rows, ONE_PASS_GATHER)
+    return gather_and_sum_later(source_ND, rows, ONE_PASS_GATHER)
 
 
 @sum_rows.register_fast("triton")
@@ -186,6 +200,23 @@ def sum_or_gather_later(y_RD: Tensor, rows: RowLinks, move: RowMove) -> Tensor:
         gather_later = partial(GatheredRows, gather=move.backward)
         move = move._replace(backward=gather_later)
     return move_rows(y_RD, rows, move)
+
+
+def take_gradient_unsummed(x_ND: Tensor) -> None:
+    """Declare that the backward of the op that made x_ND sums rows itself, where the sums are needed."""
+    x_ND.takes_unsummed = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def takes_gradient_unsummed(x_ND: Tensor) -> bool:
+    return getattr(x_ND, "takes_unsummed", False)
+
+
+def gather_and_sum_later(source_ND: Tensor, rows: RowLinks, move: RowMove) -> Tensor:
+    """The gather, whose backward leaves the sum to the op that made the source where that op asks for it."""
+    if takes_gradient_unsummed(source_ND):
+        sum_later = partial(SummedRows, sum=move.backward)
+        move = move._replace(backward=sum_later)
+    return move_rows(source_ND, rows, move)
 
 
 def plain_gather(source_ND: Tensor, rows: RowLinks) -> Tensor:
@@ -312,6 +343,16 @@ def gather_rows_cases(draw: CaseInputs) -> Cases:
         source_ND = draw.normal(sources, width)
         inputs = (source_ND, *order)
         yield KernelCase(name, inputs, rows=rows)
+
+
+@spread_rows.register_cases
+def spread_rows_cases(draw: CaseInputs) -> Cases:
+    for case in row_cases(draw.device):
+        name, width, order, (defined, rows) = case
+        source_ND = draw.normal(len(order.slots_NK), width)
+        ends_E = torch.tensor([defined // 2, defined], dtype=torch.int32, device=draw.device)
+        inputs = (source_ND, order.index_R, order.slots_NK, ends_E)
+        yield KernelCase(name, inputs, rows=(defined, rows))
 
 
 @sum_rows.register_cases

@@ -1,8 +1,9 @@
 """Rows of tokens between ranks that write to each other's memory: sent, and summed on their return.
 
-    push_peer_rows  x_TD -> rooms    room[i][slots[t, i]] = x[t]
-    sum_rows_into   y_RD -> rooms    room[n] = sum_k y[slots[n, k]]: results of experts, summed in place
-    sum_peer_rows   rooms -> y_TD    y[t] = sum_i room[i][slots[t, i]]
+    push_peer_rows      x_TD -> rooms      room[i][slots[t, i]] = x[t]
+    sum_rows_into       y_RD -> rooms      room[n] = sum_k y[slots[n, k]]: results of experts, summed in place
+    write_choices_into  x_R -> rooms       room[n, k] = x[slots[n, k]]: a number of each choice
+    sum_peer_rows       rooms -> y_TD      y[t] = sum_i room[i][slots[t, i]]
 
 T tokens, K choices of a token, D width, s ranks, p rooms of a rank. A token has one row on each rank that holds some of
 its experts, in its place among all tokens (kernels/routing/peer_plan.py). A slot of -1 is no row. Push and sum are each
@@ -64,6 +65,21 @@ def sum_rows_into(
     room_ND[: len(sums_ND)].copy_(sums_ND)
 
 
+@register_in_place_op
+def write_choices_into(
+    x_R: Tensor,
+    slots_NK: Tensor,
+    rooms: list[Tensor],
+    rank: int,
+    tail: ExchangeTail | None = None,
+) -> None:
+    """Write the number of each choice's row to the place of the choice in the room of a rank, zero for a slot of -1. A
+    room may have further rows, which stay."""
+    found_NK = x_R[slots_NK.clamp(min=0)]
+    room_NK = rooms[rank]
+    room_NK[: len(slots_NK)].copy_(found_NK.where(slots_NK >= 0, 0))
+
+
 @register_inner_op
 def sum_peer_rows(rooms: list[Tensor], slots_Ts: Tensor) -> Tensor:
     """The sum of each token's rows in the order of ranks, in fp32 or better."""
@@ -108,6 +124,17 @@ def sum_rows_into_triton(
     tail: ExchangeTail | None = None,
 ) -> None:
     device_code().launch_sum_rows_into(y_RD, slots_NK, rooms, rank, tail)
+
+
+@write_choices_into.register_fast("triton")
+def write_choices_into_triton(
+    x_R: Tensor,
+    slots_NK: Tensor,
+    rooms: list[Tensor],
+    rank: int,
+    tail: ExchangeTail | None = None,
+) -> None:
+    device_code().launch_write_choices_into(x_R, slots_NK, rooms, rank, tail)
 
 
 @sum_peer_rows.register_fast("triton")
@@ -168,6 +195,14 @@ def sum_rows_into_cases(draw: CaseInputs) -> Cases:
         room_ND = draw.normal(len(slots_Ts) + 2, rooms[0].shape[1])
         slots_Ts[:, 0].clamp_(min=0)  # each source has a row
         yield KernelCase(name, (rooms[0], slots_Ts, [room_ND], 0), rows=rows)
+
+
+@write_choices_into.register_cases
+def write_choices_into_cases(draw: CaseInputs) -> Cases:
+    for name, slots_Ts, _, (most, _) in placed_cases(draw):
+        x_R = draw.wide(most)
+        room_NK = draw.wide(len(slots_Ts) + 2, slots_Ts.shape[1], seed=1)
+        yield KernelCase(name, (x_R, slots_Ts, [room_NK], 0))
 
 
 @sum_peer_rows.register_cases

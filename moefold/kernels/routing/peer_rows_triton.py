@@ -38,6 +38,8 @@ from moefold.layout.peer_rooms import PeerRooms, as_peer_rooms
 ALIGNMENT = 16  # bytes of a room's address
 TILE = 4096  # entries of a program
 WARPS = 4
+NUMBERS = 1024  # of choices, of a program
+MOST_ROWS = 64  # of a program: narrow rows have programs enough too
 
 
 @triton.jit
@@ -141,6 +143,33 @@ def sum_rows_into_kernel(
     end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
 
 
+@triton.jit(do_not_specialize=["me"])
+def write_choices_into_kernel(
+    x_R,
+    slots_NK,
+    room_NK,
+    words,
+    fault_2,
+    finished,
+    choices,
+    me,
+    patience,
+    SIGNALS: constexpr,
+    RANKS: constexpr,
+    WIDTH: constexpr,
+    CLOCKED: constexpr,
+    NUMBERS: constexpr,
+):
+    """The numbers of some choices in their order, zero for one without a row."""
+    peers, own_address, exchange, is_lost = begin_exchange(words, me, SIGNALS, RANKS, WIDTH)
+    i = program_block(0, NUMBERS)
+    inside = i < choices
+    slot = tl.load(slots_NK + i, mask=inside, other=-1)
+    x = load_or_zero(x_R + slot, slot >= 0)
+    store_inside(room_NK + i, x.to(room_NK.dtype.element_ty), inside)
+    end_exchange(peers, own_address, exchange, is_lost, fault_2, finished, me, patience, SIGNALS, RANKS, WIDTH, CLOCKED)
+
+
 @triton.jit(do_not_specialize=["T"])
 def sum_peer_rows_kernel(
     slots_Ts,
@@ -190,7 +219,7 @@ class TileShape(NamedTuple):
 
 def tile_shape(tokens: int, width: int) -> TileShape:
     cols = columns_of_program(width, 1024)
-    rows = max(1, TILE // cols)
+    rows = min(MOST_ROWS, max(1, TILE // cols))
     grid = (triton.cdiv(max(tokens, 1), rows), triton.cdiv(width, cols))
     return TileShape(rows, cols, grid)
 
@@ -248,6 +277,28 @@ def launch_sum_rows_into(
         return
     launch = as_peer_rooms(rooms).keep_for_sizes(bind_sum_into, rank, n, k, wide_type(y_RD.dtype), tail)
     launch(y_RD.contiguous(), slots_NK.contiguous())
+    note_given(tail)
+
+
+def bind_write_choices(rooms: PeerRooms, rank: int, n: int, k: int, tail: ExchangeTail | None) -> KeptLaunch:
+    room_NK = rooms[rank]
+    tail_tensors, tail_numbers = tail_arguments(tail, room_NK)
+    bound = BoundArguments((room_NK, *tail_tensors), (n * k, *tail_numbers, NUMBERS))
+    return KeptLaunch(write_choices_into_kernel, (triton.cdiv(n * k, NUMBERS),), bound, WARPS)
+
+
+def launch_write_choices_into(
+    x_R: Tensor,
+    slots_NK: Tensor,
+    rooms: list[Tensor],
+    rank: int,
+    tail: ExchangeTail | None = None,
+) -> None:
+    n, k = slots_NK.shape
+    if not n:
+        return
+    launch = as_peer_rooms(rooms).keep_for_sizes(bind_write_choices, rank, n, k, tail)
+    launch(x_R.contiguous(), slots_NK.contiguous())
     note_given(tail)
 
 

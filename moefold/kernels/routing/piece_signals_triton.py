@@ -59,14 +59,32 @@ def await_pieces(
 
 
 @triton.jit
-def note_time(records, line, column: constexpr, ticks, RECORDS: constexpr, CLOCKED: constexpr):
-    """Write the clock to a line of records, or without a clock the number of readings before this one."""
+def read_time(ticks, RECORDS: constexpr, CLOCKED: constexpr):
+    """The clock, or without a clock the number of readings before this one; without records zero."""
+    now = tl.zeros([], tl.int64)
     if RECORDS:
         if CLOCKED:
             now = globaltimer()
         else:
             now = tl.atomic_add(ticks, 1)
+    return now
+
+
+@triton.jit
+def note_time(records, line, column: constexpr, ticks, RECORDS: constexpr, CLOCKED: constexpr):
+    """Write the time to a line of records."""
+    if RECORDS:
+        now = read_time(ticks, RECORDS, CLOCKED)
         tl.store(records + line * 3 + column, now)
+
+
+@triton.jit
+def note_waits(records, line, begun, waited, ticks, RECORDS: constexpr, CLOCKED: constexpr):
+    """Write the line of a tile that has waited several times, which ends now: as if it had done so at its begin."""
+    if RECORDS:
+        tl.store(records + line * 3, begun)
+        tl.store(records + line * 3 + 1, begun + waited)
+        note_time(records, line, 2, ticks, RECORDS, CLOCKED)
 
 
 @triton.jit

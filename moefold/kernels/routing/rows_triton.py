@@ -1,5 +1,5 @@
-"""Gathers of rows from tokens, sums of rows per token, and the list of row tiles, in Triton. Imported only where Triton
-is.
+"""Gathers of rows from tokens, tokens spread over their rows, sums of rows per token, and the list of row tiles, in
+Triton. Imported only where Triton is.
 
 N source rows, R rows in expert order, P with each expert's padded, D width, K rows at most per source row, E experts, M
 tiles of 128 rows.
@@ -27,6 +27,10 @@ from moefold.kernels.tile_triton import (
 
 TILE = 128
 GATHER_ROWS = 16  # rows of one program of a gather
+PADDED_COLUMNS = 1024  # of a program that gathers padded rows
+PADDED_PROGRAMS = 1056  # that gather padded rows: eight for each processor of a large GPU
+SPREAD = 4096  # entries of sources that a program spreads
+SCANNED_ROWS = 256  # rows that a program fills where they have no source
 TILES_PER_PROGRAM = 32
 
 
@@ -60,32 +64,82 @@ def gather_rows_kernel(source_ND, index_R, out_RD, R, D, ROWS: constexpr, COLS: 
 
 @triton.jit
 def gather_padded_kernel(
-    source_ND, index_R, tiles_M4, out_PD, D, TILE: constexpr, ROWS: constexpr, COLS: constexpr
+    source_ND, index_R, tiles_M4, count, out_PD, D, TILE: constexpr, ROWS: constexpr, COLS: constexpr
 ):  # fmt: skip
-    """Some rows of a tile. Zeros follow an expert's last row up to the end of its half tile."""
-    # the tile: its first row, its real rows, its first padded row
-    programs = TILE // ROWS  # of a tile
-    number = tl.program_id(0) // programs
-    tile = tiles_M4 + 4 * number
-    row = tl.load(tile + 1)
-    real = tl.load(tile + 2)
-    padded_row = tl.load(tile + 3)
-    pad = padded_row.to(tl.int64)
-    # this program's part of it
-    part = tl.program_id(0) % programs
-    r = numbers_from(part * ROWS, ROWS)
+    """Some rows of a tile, then of another one: there may be room for many more tiles than there are. Zeros follow an
+    expert's last row up to the end of its half tile."""
+    parts = TILE // ROWS  # of a tile
     c = program_block(1, COLS)
-    at = index_R + row + r
-    n = load_index(at, r < real)
-    x = load_source_rows(source_ND, n, c, D)
-    # rows of half tiles that have begun
-    HALF: constexpr = TILE // 2
-    half = r // HALF
-    filled = half * HALF < real
-    inside = tile_mask(filled, c < D)
-    padded = pad + r
-    at = tile_pointers(out_PD, padded, c, D)
-    store_inside(at, x, inside)
+    for number in range(tl.program_id(0), tl.load(count) * parts, tl.num_programs(0)):
+        # the tile: its first row, its real rows, its first padded row
+        tile = tiles_M4 + 4 * (number // parts)
+        row = tl.load(tile + 1)
+        real = tl.load(tile + 2)
+        padded_row = tl.load(tile + 3)
+        pad = padded_row.to(tl.int64)
+        # this part of it
+        r = numbers_from(number % parts * ROWS, ROWS)
+        at = index_R + row + r
+        n = load_index(at, r < real)
+        x = load_source_rows(source_ND, n, c, D)
+        # rows of half tiles that have begun
+        HALF: constexpr = TILE // 2
+        half = r // HALF
+        filled = half * HALF < real
+        inside = tile_mask(filled, c < D)
+        padded = pad + r
+        at = tile_pointers(out_PD, padded, c, D)
+        store_inside(at, x, inside)
+
+
+@triton.jit
+def spread_sources(source_ND, slots_NK, out_RD, first, N, D, K: constexpr, ROWS: constexpr, COLS: constexpr):
+    """Some sources, read once and written to each of their rows."""
+    n = numbers_from(first, ROWS)
+    c = program_block(1, COLS)
+    is_source = n < N
+    # loads first: none is moved ahead of a store
+    slots = ()
+    has_row = n < 0
+    for k in tl.static_range(K):
+        slot = tl.load(slots_NK + n * K + k, mask=is_source, other=-1)
+        has_row = has_row | (slot >= 0)
+        slots += (slot.to(tl.int64),)
+    x = load_or_zero(tile_pointers(source_ND, n.to(tl.int64), c, D), tile_mask(has_row, c < D))
+    for k in tl.static_range(K):
+        at = tile_pointers(out_RD, slots[k], c, D)
+        store_inside(at, x, tile_mask(slots[k] >= 0, c < D))
+
+
+@triton.jit
+def fill_without_source(index_R, out_RD, first, end, D, SCANNED: constexpr, ROWS: constexpr, COLS: constexpr):
+    """Zeros in those of some rows before the end that have no source."""
+    r = numbers_from(first, SCANNED)
+    n = tl.load(index_R + r, mask=r < end, other=0)
+    if tl.min(n) < 0:
+        c = program_block(1, COLS)
+        zeros = tl.zeros([ROWS, COLS], out_RD.dtype.element_ty)
+        for begin in range(first, tl.minimum(first + SCANNED, end), ROWS):
+            row = numbers_from(begin, ROWS)
+            is_empty = tl.load(index_R + row, mask=row < end, other=0) < 0
+            at = tile_pointers(out_RD, row.to(tl.int64), c, D)
+            store_inside(at, zeros, tile_mask(is_empty, c < D))
+
+
+@triton.jit
+def spread_rows_kernel(
+    source_ND, index_R, slots_NK, last_end, out_RD, N, D, programs,
+    K: constexpr, ROWS: constexpr, COLS: constexpr, SCANNED: constexpr,
+):  # fmt: skip
+    """out[r] = source[index[r]] for the rows before the last end, zeros where the index is -1. The first programs
+    spread sources, the others look for rows without one."""
+    number = tl.program_id(0)
+    if number < programs:
+        spread_sources(source_ND, slots_NK, out_RD, number * ROWS, N, D, K, ROWS, COLS)
+    else:
+        end = tl.load(last_end)
+        first = (number - programs) * SCANNED
+        fill_without_source(index_R, out_RD, first, end, D, SCANNED, ROWS, COLS)
 
 
 @triton.jit
@@ -211,20 +265,45 @@ def gather_by_index(source_ND: Tensor, index_R: Tensor) -> Tensor:
     return out_RD
 
 
-def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, experts: int) -> Tensor:
-    """The same with each expert's rows padded by zeros to half tiles. Rows behind the last expert's are not written."""
+def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, count: Tensor, experts: int) -> Tensor:
+    """The same with each expert's rows padded by zeros to half tiles. Rows behind the last expert's are not written.
+    `count`: how many of the tiles there are."""
     d = source_ND.shape[1]
     most_padding = TILE // 2 * experts
     most_rows = len(index_R) + most_padding
     out_PD = source_ND.new_empty(most_rows, d)
     source_ND = source_ND.contiguous()
-    programs = TILE // GATHER_ROWS  # of a tile
-    row_blocks = len(tiles_M4) * programs
-    cols = columns_of_program(d, 256)
-    grid = (row_blocks, triton.cdiv(d, cols))
-    launch = gather_padded_kernel[grid]
-    launch(source_ND, index_R, tiles_M4, out_PD, d, TILE, GATHER_ROWS, cols, num_warps=8)
+    most_parts = len(tiles_M4) * (TILE // GATHER_ROWS)
+    cols = columns_of_program(d, PADDED_COLUMNS)
+    column_blocks = triton.cdiv(d, cols)
+    programs = min(most_parts, triton.cdiv(PADDED_PROGRAMS, column_blocks))
+    launch = gather_padded_kernel[(programs, column_blocks)]
+    launch(source_ND, index_R, tiles_M4, count, out_PD, d, TILE, GATHER_ROWS, cols, num_warps=8)
     return out_PD
+
+
+def spread_over_slots(
+    source_ND: Tensor,
+    index_R: Tensor,
+    slots_NK: Tensor,
+    ends_E: Tensor,
+    out_RD: Tensor | None = None,
+) -> Tensor:
+    """out[r] = source[index[r]], zeros where the index is -1. Rows behind the last end are not written."""
+    r = len(index_R)
+    n, k = slots_NK.shape
+    d = source_ND.shape[1]
+    if out_RD is None:
+        out_RD = source_ND.new_empty(r, d)
+    if out_RD.numel():
+        cols = columns_of_program(d, 1024)
+        rows = max(1, SPREAD // cols)
+        programs = triton.cdiv(n, rows)
+        grid = (programs + triton.cdiv(r, SCANNED_ROWS), triton.cdiv(d, cols))
+        inputs = (source_ND.contiguous(), index_R, slots_NK.contiguous(), ends_E[-1:])
+        launch = spread_rows_kernel[grid]
+        launch(*inputs, out_RD, n, d, programs, k, rows, cols, SCANNED_ROWS)
+    return out_RD
 
 
 def zero_rows_behind(x_RD: Tensor, ends_E: Tensor) -> None:

@@ -164,7 +164,10 @@ class Experts(DeclaringModule):
         links = (order.index_R, order.slots_NK)
         ends_e = order.ends_e
         parts = self.parts._replace(up_adapter=self.up_product.adapter, down_adapter=self.down_product.adapter)
-        return self.expert_mlp(source_ND, *weights, weight_R, *links, ends_e, order.holes, parts)
+        inputs = (source_ND, *weights, weight_R, *links, ends_e, order.holes, parts)
+        if rows.around is None:
+            return self.expert_mlp(*inputs)
+        return rows.around(self.expert_mlp, *inputs)
 
     def bind_fused_kernel(self) -> None:
         """Choose the kernel for the recipe of both products. Where the two differ, no fused kernel fits. `fused`:

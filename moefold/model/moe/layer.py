@@ -6,7 +6,8 @@ as a member, as checkpoints name it, and applies it; neither norm nor residual c
 
 The carry between the steps: `h_TD` the normed tokens, `for_router_TD` the same tensor for the router, `routing`,
 `receipt` (the dispatcher's metadata; one for each of the `parts` that `plan` is asked for), `latent_TL`, `rows`,
-`y_RD`, `shared_TD`, and in the end `output_TD`; `aux` the sum of the balance losses so far.
+`y_RD` (results of tokens already, where these travel while experts multiply), `shared_TD`, and in the end `output_TD`;
+`aux` the sum of the balance losses so far.
 
 T tokens of this rank, D width, L width of a latent, R rows of the experts held here, K experts of a token.
 """

@@ -76,31 +76,49 @@ def test_products_of_several_columns_of_tiles_are_those_of_the_reference(op: str
     torch.testing.assert_close(found_rooms, rooms, rtol=1e-6, atol=1e-6)
 
 
-def turns_of_tiles(index: list[int], ends_s: list[int], tiles: list[list[int]], first: int) -> list[int]:
-    """For each tile how many ranks come before the last from its first to its last row's."""
-    ranks = len(ends_s)
-    turns = []
+def turns_of_tiles(index: list[int], ends: list[int], tiles: list[list[int]], first: int) -> list[list[int]]:
+    """For each tile how many ranks come before those from its first to its last row's."""
+    turns: list[list[int]] = []
     for _, row, real, _ in tiles:
-        begin, end = (sum(index[r] >= end for end in ends_s) for r in (row, row + real - 1))
-        turns.append(max((source - first) % ranks for source in range(begin, end + 1)))
+        begin, end = (sum(index[r] >= end for end in ends) for r in (row, row + real - 1))
+        turns.append([(rank - first) % len(ends) for rank in range(begin, end + 1)])
     return turns
 
 
+@pytest.mark.parametrize("by_last", [True, False])
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_tiles_come_in_the_order_of_the_last_rank_that_they_wait_for(first: int):
+def test_tiles_come_in_the_order_of_what_they_wait_for_or_of_what_waits_for_them(first: int, by_last: bool):
     """Many rows of few experts, in the order of their sources."""
     generator = torch.Generator().manual_seed(first)
-    arrived, ends_s = 900, [400, 410, 900]
+    arrived = 900
     rows = [torch.randperm(arrived, generator=generator)[:count].sort().values for count in (700, 0, 5, 300)]
     index = torch.cat([*rows, torch.full((50,), -1)]).int()
     ends_E = torch.tensor([len(each) for each in rows]).cumsum(0).int()
-    ends_P = torch.tensor([200, 400, 410, 410, 700, 900]).int()
-    tiles, count = order_tiles(index, ends_E, ends_P, first, 3)
+    ends_P = torch.tensor([200, 200, 400, 410, 410, 410, 600, 600, 900]).int()
+    tiles, count = order_tiles(index, ends_E, ends_P, first, 3, by_last)
     used = tiles[: int(count)].tolist()
     assert sorted(row for _, row, _, _ in used) == [0, 128, 256, 384, 512, 640, 700, 705, 833, 961]
-    turns = turns_of_tiles(index.tolist(), ends_s, used, first)
+    choose = max if by_last else min
+    turns = [choose(each) for each in turns_of_tiles(index.tolist(), [400, 410, 900], used, first)]
     assert turns == sorted(turns)
     assert len(set(turns)) > 1
+
+
+def test_all_tiles_of_a_rank_come_before_those_that_it_does_not_need():
+    """Each of eight experts has a tile and a half of each of four ranks: their borders lie inside tiles."""
+    ranks, blocks, experts, each = 4, 2, 8, 192
+    index = torch.arange(ranks * each).repeat(experts).int()
+    ends_E = (torch.arange(experts) + 1).mul(ranks * each).int()
+    ends_P = (torch.arange(ranks * blocks) + 1).mul(each // blocks).int()
+    for me in range(ranks):
+        first = (me + 1) % ranks
+        tiles, count = order_tiles(index, ends_E, ends_P, first, ranks, returning_rows_triton.BY_LAST)
+        sources = [
+            set(range(row % 768 // each, (row % 768 + real - 1) // each + 1)) for _, row, real, _ in tiles.tolist()
+        ]
+        done = [max(m for m, ranks_of in enumerate(sources[: int(count)]) if rank in ranks_of) for rank in range(ranks)]
+        assert done[first] + 1 == sum(first in ranks_of for ranks_of in sources[: int(count)])
+        assert done[first] < done[(first + 1) % ranks] < done[(first + 2) % ranks]
 
 
 def fault_without_piece(case: KernelCase, piece: int) -> list[int]:

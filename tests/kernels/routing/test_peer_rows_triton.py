@@ -10,7 +10,13 @@ pytest.importorskip("triton")
 
 from moefold.kernels.routing import peer_rows_triton
 from moefold.kernels.routing.exchange_tail import ExchangeTail
-from moefold.kernels.routing.peer_rows import drawn_slots, push_peer_rows, sum_peer_rows, sum_rows_into
+from moefold.kernels.routing.peer_rows import (
+    drawn_slots,
+    push_peer_rows,
+    sum_peer_rows,
+    sum_rows_into,
+    write_choices_into,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 20
@@ -64,3 +70,18 @@ def test_the_last_program_of_a_kernel_gives_the_signals_once():
     sum_rows_into(x, few, [expected], 0)
     assert torch.equal(rooms[0][0][:9], expected[:9])
     assert tail.fault_2.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (0, 3), (9, 3), (700, 2)])
+def test_numbers_of_choices_are_written_in_their_places_with_the_signals(n: int, k: int):
+    tail, words = played_tail(2, 0)
+    slots = drawn_slots(n, k, DEVICE)
+    x = torch.randn(n + 1, generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    rooms = [torch.full((n + 2, k), 7.0, device=DEVICE) for _ in range(2)]
+    expected = rooms[0].clone()
+    peer_rows_triton.launch_write_choices_into(x, slots, rooms, 0, tail)
+    write_choices_into(x, slots, [expected], 0)
+    assert torch.equal(rooms[0], expected)
+    assert (rooms[1] == 7).all()
+    assert words[1].tolist() == [int(n > 0), 0, 0, 0]
+    assert tail.is_given == (n > 0)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.routing import rows_triton
-from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows, sum_rows
+from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows, spread_rows, sum_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,6 +20,20 @@ def test_gathering_and_summing_rows_equal_the_references(n: int, k: int, d: int,
     source, y = (torch.randn(m, d, generator=generator).to(DEVICE) for m in (n, len(index)))
     assert torch.equal(rows_triton.gather_by_index(source, index), gather_rows(source, index, slots, holes))
     torch.testing.assert_close(rows_triton.sum_over_slots(y, slots), sum_rows(y, index, slots, holes))
+
+
+@pytest.mark.parametrize(("n", "k", "d", "drop"), [(1, 1, 4, 0), (33, 2, 16, 3), (300, 3, 8, 2), (9, 8, 600, 0)])
+def test_spreading_writes_every_row_before_the_last_end_and_none_behind(n: int, k: int, d: int, drop: int):
+    """Also rows without a source between others, as padding is."""
+    index, slots, _ = shuffled_rows(n, k, DEVICE, drop)
+    source = torch.randn(n, d, generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    defined = len(index) + 1
+    index = torch.cat((index, index.new_full((40,), -1))).int()
+    ends = torch.tensor([1, defined], dtype=torch.int32, device=DEVICE)
+    untouched = torch.full((len(index), d), torch.nan, device=DEVICE)
+    spread = rows_triton.spread_over_slots(source, index, slots, ends, untouched)
+    assert torch.equal(spread[:defined], spread_rows(source, index, slots, ends)[:defined])
+    assert spread[defined:].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -62,10 +76,10 @@ def test_padded_rows_begin_at_multiples_of_half_a_tile_and_keep_the_order(counts
 def test_gathering_padded_gives_each_experts_rows_and_zeros_up_to_the_next(counts: list[int], d: int):
     """Some rows have no source: they are zeros too."""
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
-    tiles, _, _ = rows_triton.plan_row_tiles(ends, sum(counts))
+    tiles, count, _ = rows_triton.plan_row_tiles(ends, sum(counts) + 300)  # tables may have room for more tiles
     source = torch.randn(7, d, generator=torch.Generator().manual_seed(d)).to(DEVICE)
     index = torch.arange(sum(counts), dtype=torch.int32, device=DEVICE) % 8 - 1
-    got = rows_triton.gather_padded(source, index, tiles, len(counts))
+    got = rows_triton.gather_padded(source, index, tiles, count, len(counts))
     of_experts = rows_triton.gather_by_index(source, index).split(counts)
     expected = torch.cat([torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 64)) for rows in of_experts])
     assert torch.equal(got[: len(expected)], expected)
