@@ -18,6 +18,7 @@ from rich.table import Table
 
 from moefold.anatomy.adapters import adapter_parameters, adapters_of_all_ranks, run_flops_per_token
 from moefold.anatomy.captured_steps import captured_runs
+from moefold.anatomy.exchanged_products import exchanged_products
 from moefold.anatomy.frozen_base import base_size_of_all_ranks
 from moefold.anatomy.host_experts import experts_on_host
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
@@ -47,7 +48,7 @@ from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import foretold_cuts
 from moefold.data.trained_vocabulary import READ_CHARACTERS
 from moefold.dispatch import price
-from moefold.dispatch.room_sizes import tokens_per_exchange
+from moefold.dispatch.room_sizes import projection_room, tokens_per_exchange
 from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts, shares_sequences
 from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
@@ -73,12 +74,11 @@ OPTIMIZER_OPS = {"add_squares", "adamw"}
 STASH_OPS = {"push_rows", "pop_rows"}
 # of the dispatcher symmetric
 PEER_OPS = {"announce_choices", "arrange_arrivals", "push_peer_rows", "sum_rows_into", "sum_peer_rows"}
+PEER_OPS |= {"spread_rows", "write_choices_into"}
+TILE_OPS = ("multiply_arrivals", "return_products")  # of experts inside exchanges
+PROJECTION_OPS = {"multiply_gathered", "scatter_products"}  # of projections inside exchanges
 MUON_OPS = {"muon_momentum", "newton_schulz", "muon_weights"}
-RING_OPS = {
-    "attention_block",
-    "attention_block_backward",
-    "merge_attention_block",
-}  # added by a ring of context-parallel ranks
+RING_OPS = {"attention_block", "attention_block_backward"}  # added by a ring of context-parallel ranks
 FP8_STORAGE_OPS = {"share_maxima", "cast_share", "transpose_values"}  # added by weights that are stored in FP8 alone
 FP8_PRODUCT_OPS = {"fp8_product", "fp8_weight_product", "adamw_blocks"}
 MICRO_OPS = {  # added by recipes that are emulated
@@ -106,6 +106,10 @@ ROUTERS_CHOOSE = "chosen by the routers"
 TAPED = (
     "a tape: the ops of the fourth step are recorded, and replayed in later ones, unless they read values on the host "
     "or are too many, as the run says then"
+)
+TAPED_BY_TWO = (
+    f"{TAPED}; each op has one thread, and two processes share the replays, where the machine has two cores, room in "
+    "/dev/shm and something to gain"
 )
 CAPTURED = "forward, backward, clipping and update of all microbatches, captured after some eager steps"
 EAGER = "validation, samples, profiled steps, steps that record FP8 operands"
@@ -183,7 +187,8 @@ def explain_config(config: Config, ranks: int) -> Description:
         "dispatcher": dispatcher_choice(config, ranks, facts),
         "clones": price.clones_in_words(config),
         "fp8_on_the_wire": formats_sent(config),
-        "beside_exchanges": work_beside_exchanges(config),
+        "beside_exchanges": work_beside_exchanges(config, kernels),
+        "tiles": tiles_in_exchanges(config, kernels, facts),
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
         "recompute": describe_recompute(config, ranks),
@@ -386,6 +391,7 @@ def describe_graphs(config: Config, ranks: int, facts: Facts, kernels: Mapping[s
     described["in_the_way"] = obstacles_to_whole_graph(config, ranks, facts, kernels)
     if facts.device == "cpu" and config.memory.tape:
         described["in_the_way_of_a_tape"] = tape_obstacles(config, ranks)
+        described["tape_processes"] = config.memory.tape_processes
     return described
 
 
@@ -523,7 +529,7 @@ def formats_sent(config: Config) -> list[str]:
     return sent
 
 
-def work_beside_exchanges(config: Config) -> str:
+def work_beside_exchanges(config: Config, kernels: dict[str, KernelChoice]) -> str:
     """What a microbatch computes while its own tokens are sent, in words; empty if nothing."""
     parallel = config.parallel
     if parallel.ep * parallel.etp == 1:
@@ -534,7 +540,47 @@ def work_beside_exchanges(config: Config) -> str:
     if parallel.row_chunks > 1:
         tokens = tokens_per_exchange(config)
         beside.append(f"experts of its other row chunks ({parallel.row_chunks} of up to {tokens} tokens of a rank)")
+    if "experts" in parallel.tiles:
+        beside.append(tiled_experts_in_words(config, kernels))
     return "; ".join(beside)
+
+
+def tiled_experts_in_words(config: Config, kernels: dict[str, KernelChoice]) -> str:
+    first, second = (kernels[op]["implementation"] for op in TILE_OPS)
+    how = f"of a kernel's programs {config.parallel.tile_senders} send"
+    if "reference" in (first, second):
+        how = "references exchange and multiply one behind the other"
+    return (
+        f"both products of its routed experts in forward, tile by tile (parallel.tiles): multiply_arrivals ({first}) "
+        f"while tokens arrive, return_products ({second}) while results return; {how}"
+    )
+
+
+def tiles_in_exchanges(
+    config: Config,
+    kernels: Mapping[str, KernelChoice],
+    facts: Facts,
+) -> Mapping[str, Sequence[str]] | None:
+    """Projections whose tiles are multiplied while rows travel, by which kernels, and what goes by collectives; None
+    where all does."""
+    if "projections" not in config.parallel.tiles:
+        return None
+    products = exchanged_products(config)
+    room = projection_room(config, BYTES_PER_ELEMENT[facts.dtype])
+    inside: list[str] = []
+    for says, op, names in (
+        ("rows gathered before", "multiply_gathered", products.gathered),
+        ("sums scattered behind", "scatter_products", products.scattered),
+    ):
+        if names:
+            inside.append(f"{says} {', '.join(names)} ({op}: {kernels[op]['implementation']})")
+    if kernels["multiply_gathered"]["implementation"] == "reference":
+        inside.append("references multiply behind the exchange, not while rows travel")
+    else:
+        inside.append(f"{config.parallel.tile_senders} programs of a kernel send, all others multiply")
+    rows = room.rows * room.ranks
+    inside.append(f"{room.arena_bytes / MIB:,.1f} MiB of rooms of a rank, for {rows} rows of {room.ranks} ranks")
+    return {"inside": inside, "apart": [*products.apart, "passes without backward, such as validation"]}
 
 
 def kernel_choices(config: Config, layers: list[LikeLayers], facts: Facts) -> dict[str, KernelChoice]:
@@ -606,6 +652,10 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
         ops |= BASE_OPS
     if config.parallel.dispatcher == "symmetric":
         ops |= PEER_OPS
+    if "experts" in config.parallel.tiles:
+        ops.update(TILE_OPS)
+    if "projections" in config.parallel.tiles:
+        ops |= PROJECTION_OPS
     for layer in layers:
         for step in layer.steps:
             ops.update(step.ops)
@@ -691,6 +741,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(f"clones of hot experts: {explanation['clones']}")
     for text in explanation["fp8_on_the_wire"]:
         console.print(escape(f"sent in FP8: {text}"))
+    if explanation["tiles"]:
+        print_tiles(explanation["tiles"], console)
     if explanation["beside_exchanges"]:
         console.print(f"while its tokens are sent a microbatch computes: {explanation['beside_exchanges']}")
     print_optimizer(explanation["optimizer"], console)
@@ -786,7 +838,8 @@ def print_stash(stash: Description, console: Console) -> None:
 def print_graphs(graphs: Description, console: Console) -> None:
     if "in_the_way_of_a_tape" in graphs:
         obstacles = "; ".join(graphs["in_the_way_of_a_tape"])
-        text = f"no tape of the step: {obstacles}" if obstacles else TAPED
+        taped = TAPED_BY_TWO if graphs["tape_processes"] > 1 else TAPED
+        text = f"no tape of the step: {obstacles}" if obstacles else taped
         console.print(escape(text))
         return
     in_the_way = "; ".join(graphs["in_the_way"])
@@ -844,6 +897,12 @@ def model_headline(explanation: Description) -> str:
     sizes = f"{parameters} parameters{ahead}, {active} active"
     work = f"{flops} FLOPs a token to train at length {explanation['seq_len']}"
     return f"[bold]{name}[/bold]: {sizes}, {work}; on {facts['device']} in {facts['dtype']}"
+
+
+def print_tiles(tiles: Mapping[str, Sequence[str]], console: Console) -> None:
+    for text in tiles["inside"]:
+        console.print(escape(f"projections inside exchanges over tp: {text}"))
+    console.print(escape(f"by collectives over tp: {'; '.join(tiles['apart'])}"))
 
 
 def print_pipeline(pipeline: Description, console: Console) -> None:

@@ -117,10 +117,11 @@ class Executor:
             step.run()
 
     def require_peers(self) -> None:
-        """Fail if a rank gave no signal in an exchange of tokens. The host waits for nothing here: what a step left is
+        """Fail if a rank gave no signal in an exchange of rows. The host waits for nothing here: what a step left is
         known once its report has been read."""
         for dispatcher in self.symmetric:
             dispatcher.arena.require_peers()
+        self.model.tp_projections.require_peers()
 
     @contextmanager
     def observed_by(self, *observers: Around) -> Iterator[None]:

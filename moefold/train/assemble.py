@@ -17,6 +17,7 @@ from moefold.anatomy.host_experts import experts_on_host
 from moefold.anatomy.products import product_recipes
 from moefold.anatomy.stage_contents import pipeline_stages, rank_of_each_stage
 from moefold.checkpoint.live.logical_tensors import StateProvider
+from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
 from moefold.comm.consensus import raise_first_problem
 from moefold.comm.host_objects import broadcast_object
 from moefold.config.base_formats import BASE_FORMATS
@@ -35,6 +36,8 @@ from moefold.data.run_corpus import open_corpus, tokenizer_of_run
 from moefold.data.sequences import Sequences
 from moefold.data.tokenizer import Tokenizer
 from moefold.dispatch.build import build_dispatcher, choose_dispatcher
+from moefold.dispatch.projection_arena import build_tiled_projections
+from moefold.dispatch.room_sizes import tokens_per_rank
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
 from moefold.kernels.bound import BoundKernels
@@ -51,6 +54,7 @@ from moefold.model.attention.context_parallel import choose_context_mechanisms
 from moefold.model.initialise import allocate_parameters, fill_parameters, initialise_parameters
 from moefold.model.objective import Preferences
 from moefold.model.parts import ModelParts
+from moefold.model.projections_in_exchanges import ProjectionsInExchanges
 from moefold.model.steps import inside_recompute
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
@@ -64,7 +68,8 @@ from moefold.optim.update_times import UpdateTimes, make_update_times
 from moefold.pipeline.executor import Executor
 from moefold.plan.time.run_context import choose_context
 from moefold.precision.base_blocks import hold_base
-from moefold.precision.fp8_scatter_sum import attach_fp8_sums
+from moefold.precision.fp8_scatter_sum import fp8_sums_over_tp
+from moefold.precision.linear import ProjectionsByCollectives, TpProjections
 from moefold.precision.low_rank import attach_adapters, start_magnitudes, without_adapters
 from moefold.precision.operand_statistics import OperandStatistics
 from moefold.precision.recipes import RecipeState, attach_recipes
@@ -228,10 +233,11 @@ def make_frozen_copy(
     weights: Callable[[Transformer], None] | None,
 ) -> Transformer | None:
     """The model as the run begins with it, to compare with; None where adapters can be left out instead, or nothing is
-    compared."""
+    compared. It has no backward, and so no exchanges of its own inside projections."""
     if config.train.objective != "dpo" or config.lora.rank:
         return None
-    return build_model(config, world, kernels, weights)
+    by_collectives = replace(config.parallel, tiles=())
+    return build_model(replace(config, parallel=by_collectives), world, kernels, weights)
 
 
 def make_reference(config: Config, executor: Executor) -> Reference | None:
@@ -379,7 +385,6 @@ def build_model(
     elif is_whole:
         initialise_parameters(model, config.train.seed)
     add_adapters(model, config, world, kernels, adapters)  # behind the start, which may know of no adapters
-    attach_fp8_sums(model, world, config.precision, kernels)
     attach_configured_policies(model, config)
     return model
 
@@ -409,8 +414,20 @@ def add_adapters(
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:
     contexts = choose_context_mechanisms(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
+    over_tp = make_tp_projections(config, world, kernels)
     row_chunks = config.parallel.row_chunks
-    return ModelParts(world, kernels, dispatcher, contexts, longest_row(config, world), row_chunks)
+    return ModelParts(world, kernels, dispatcher, contexts, over_tp, longest_row(config, world), row_chunks)
+
+
+def make_tp_projections(config: Config, world: World, kernels: BoundKernels) -> TpProjections:
+    tp = world.axis("tp")
+    gather_rows = bind_collective(all_gather, tp)
+    scatter_sums = fp8_sums_over_tp(world, config.precision, kernels) or bind_collective(reduce_scatter, tp)
+    by_collectives = ProjectionsByCollectives(gather_rows, scatter_sums)
+    if "projections" not in config.parallel.tiles:
+        return by_collectives
+    tiled = build_tiled_projections(config, kernels, world)
+    return ProjectionsInExchanges(tiled, tokens_per_rank(config), by_collectives)
 
 
 def longest_row(config: Config, world: World) -> int:

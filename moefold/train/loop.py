@@ -187,8 +187,6 @@ def keep_measured(config: Config, world: World, out: Path, say: Printer) -> Conf
     kept: dict[str, Any] = {}
     for name, unset in MEASURED_SETTINGS.items():
         value = saved.pop(name, unset)
-        if isinstance(value, list):
-            value = tuple(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         if getattr(parallel, name) == unset and value != unset:
             kept[name] = value
     groups = context_shape(config, world.dp_cp.size).sizes[1:]
@@ -204,12 +202,14 @@ def keep_measured(config: Config, world: World, out: Path, say: Printer) -> Conf
 
 
 def saved_parallel_settings(out: Path) -> dict[str, Any]:
-    """The section `parallel` of the run in this folder; empty where there is none to read, as in a new folder."""
+    """The section `parallel` of the run in this folder, with lists of texts as keys have them; empty where there is
+    none to read, as in a new folder."""
     try:
         settings = read_yaml_mapping(out / "config.yaml")
     except UserError:
         return {}
-    return settings.get("parallel") or {}
+    section: dict[str, Any] = settings.get("parallel") or {}
+    return {name: tuple(map(str, value)) if isinstance(value, list) else value for name, value in section.items()}
 
 
 def require_space_for_checkpoint(run: Run) -> None:
@@ -621,11 +621,15 @@ class TrainingLoop:
         return stop
 
     def tell_of_tape(self) -> None:
-        """Say once why steps are not replayed, if a run that asks for a tape has none."""
+        """Say once why steps are not replayed, if a run that asks for a tape has none, or why by one process alone."""
         graph = self.run.graph
-        if graph is not None and graph.obstacle and not self.has_told_of_tape:
-            self.say(f"memory.tape: every step runs anew: {graph.obstacle}")
-            self.has_told_of_tape = True
+        if graph is None or self.has_told_of_tape:
+            return
+        lines = [f"memory.tape: every step runs anew: {graph.obstacle}"] if graph.obstacle else []
+        lines += [f"memory.tape_processes: one goes on alone: {remark}" for remark in graph.remarks]
+        for line in lines:
+            self.say(line)
+        self.has_told_of_tape = bool(lines)
 
     def check_gradients(self) -> None:
         """In the first steps, warn of parameters without a gradient."""

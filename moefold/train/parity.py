@@ -208,12 +208,14 @@ def comparable_optimizer(optim: OptimConfig) -> OptimConfig:
 
 
 def single_rank_config(config: Config) -> Config:
-    """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
+    """The same run on a single rank, in larger microbatches where nothing is counted per microbatch and the batch has
+    an even number of sequences."""
     moe = config.model.moe
     has_capacity = moe.capacity.factor != 0
     fills_bins = config.data.batch_of == "samples"
     counts_microbatches = has_capacity or fills_bins or moe.balance.aux_over == "microbatch"
-    micro_batch = 1 if counts_microbatches else 2
+    is_odd = config.train.global_batch % 2 == 1
+    micro_batch = 1 if counts_microbatches or is_odd else 2
     return replace(
         config,
         train=replace(config.train, micro_batch=micro_batch),

@@ -189,8 +189,11 @@ def take_device_part(run: Run, batch: Batch) -> StepOutputs:
         compute = partial(compute_step, run, batch)
         return run.static_graphs.take_step(compute, run.is_observed)
     graph = run.graph
-    if graph is None or run.is_observed:
+    if graph is None:
         return compute_step(run, batch)
+    if run.is_observed:
+        with graph.around_observed():
+            return compute_step(run, batch)
     run.before_update()  # nothing waits inside of a graph, nor for what was begun outside of it
     run.parameters.await_all_buckets()
     if graph.captures_next(batch):

@@ -17,8 +17,12 @@ from moefold.cli.explain import (
     FP8_STORAGE_OPS,
     MICRO_OPS,
     PEER_OPS,
+    PROJECTION_OPS,
     STASH_OPS,
+    TILE_OPS,
     describe_regions,
+    tiles_in_exchanges,
+    work_beside_exchanges,
 )
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
@@ -70,6 +74,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "fp8_on_the_wire",
         "shard",
         "beside_exchanges",
+        "tiles",
         "layers",
         "kernels",
         "regions",
@@ -236,9 +241,10 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
     assert f"--nproc {nproc} is not legal" in capsys.readouterr().err
 
 
-RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
+RING = {"attention_block", "attention_block_backward"}
 MUON = {"muon_momentum", "newton_schulz", "muon_weights", "largest_logit"}
-IN_EXCHANGES = {"multiply_arrivals", "return_products"}  # which no run uses
+IN_EXCHANGES = {"project_to_heads", "project_from_heads"}  # which no run uses
+IN_EXCHANGES |= PROJECTION_OPS | set(TILE_OPS)  # which a key asks for
 RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 RARE |= {"token_losses", "decode_moment", "cached_attention"} | EVERY_MICRO_OP | STASH_OPS | PEER_OPS | BASE_OPS
 RARE |= IN_EXCHANGES | {"add_in_blocks"}
@@ -268,10 +274,47 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     assert set(swaps["kernels"]) == USED
     direct = explained("tiny", "--nproc", "2", "--parallel.ep", "2", "--parallel.dispatcher", "symmetric")
     assert set(direct["kernels"]) == USED | PEER_OPS
+    assert "parallel.tiles" not in direct["beside_exchanges"]
+    tiled = explained("tiny", "--nproc", "2", "--parallel.tp", "2", "--parallel.tiles", "projections")
+    assert set(tiled["kernels"]) == USED | PROJECTION_OPS
     dpo = explained("tiny", "--train.objective", "dpo", *PREFERENCES)
     assert set(dpo["kernels"]) == USED - {"cross_entropy"} | {"token_losses"}
     assert "a frozen copy of the first weights" in dpo["objective"]
     assert "longer preferences are refused" in dpo["packing"]
+
+
+SENT_DIRECTLY = ["--parallel.ep=2", "--parallel.dispatcher=symmetric", "--parallel.tiles=experts"]
+
+
+def test_experts_inside_exchanges_are_told_with_their_kernels(explained: Any):
+    on_cpu = explained("tiny", "--nproc", "2", *SENT_DIRECTLY)
+    assert set(on_cpu["kernels"]) == USED | PEER_OPS | set(TILE_OPS)
+    assert "multiply_arrivals (reference)" in on_cpu["beside_exchanges"]
+    assert on_cpu["beside_exchanges"].endswith("references exchange and multiply one behind the other")
+    choices: Any = {op: {"implementation": "triton", "why": ""} for op in TILE_OPS}
+    config = resolve_recipe("tiny", [*SENT_DIRECTLY, "--parallel.tile_senders=8"], 2)
+    said = work_beside_exchanges(config, choices)
+    assert said.endswith("return_products (triton) while results return; of a kernel's programs 8 send")
+
+
+def test_projections_inside_exchanges_are_named_with_their_kernels_and_the_others_with_the_reason(explained: Any):
+    words = ["--parallel.tp=2", "--parallel.tiles=projections", "--model.moe.shared_ffn=64"]
+    assert explained("tiny", *words[:1], "--nproc", "2")["tiles"] is None
+    inside = explained("tiny", *words, "--nproc", "2")["tiles"]["inside"]
+    assert inside[0] == (
+        "rows gathered before attention.key, attention.query, attention.value, moe.shared.gate_up "
+        "(multiply_gathered: reference)"
+    )
+    assert inside[1] == "sums scattered behind attention.out, moe.shared.down (scatter_products: reference)"
+    assert inside[2] == "references multiply behind the exchange, not while rows travel"
+    latent = ["--parallel.tp=2", "--parallel.tiles=projections", "--parallel.tile_senders=4"]
+    config = resolve_recipe("deepseek-v3-tiny", latent, 2)
+    kernels = {op: {"implementation": "triton"} for op in PROJECTION_OPS}
+    tiles = tiles_in_exchanges(config, kernels, facts_from_config(config, "cuda", "bf16", (9, 0)))
+    assert tiles is not None
+    assert tiles["inside"][0] == "rows gathered before dense.gate_up, moe.shared.gate_up (multiply_gathered: triton)"
+    assert tiles["inside"][2] == "4 programs of a kernel send, all others multiply"
+    assert tiles["apart"][0] == "latents of attention, which are narrow and read by several products"
 
 
 UNFUSED = {
@@ -553,6 +596,8 @@ def test_it_says_what_a_graph_captures_and_what_stands_in_its_way(explained: Any
     assert explained("tiny", *taped)["graphs"]["in_the_way_of_a_tape"] == []
     assert explained("tiny", *taped, "--pipeline.pair", "true")["graphs"]["in_the_way_of_a_tape"]
     assert "in_the_way_of_a_tape" not in explained("tiny", *on_cpu)["graphs"]
+    assert run_command_line(["explain", "tiny", *taped, "--memory.tape_processes", "2"]) == 0
+    assert "two processes share the replays" in " ".join(capsys.readouterr().out.split())
     blocks = ["--lora.rank", "4", "--lora.base", "nf4", "--model.moe.balance.bias_rate", "0"]
     of_any_device = explained("tiny", *blocks, "--memory.tape", "true")["graphs"]["in_the_way_of_a_tape"]
     assert any("lora.base = nf4" in reason for reason in of_any_device)

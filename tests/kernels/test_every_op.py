@@ -435,40 +435,46 @@ def plain_attention(q, k, v, scale=None, window=0, sink=None, begins=None):
     return out
 
 
-def plain_attention_block(q, k, v, scale, ahead, window, begins=None):
+def exp_or_zero(x: float) -> float:
+    return 0.0 if x == -math.inf else math.exp(x)
+
+
+def plain_attention_block(out, lse, q, k, v, scale, ahead, window, begins, fresh):
+    """What was there is one key more, with the weight exp(lse)."""
+    if begins:
+        begins = [[first + ahead for first in row] for row in begins]
     heads, groups, value_width = len(q[0][0]), len(k[0][0]), len(v[0][0][0])
-    out, lse = [], []
-    for b, (qs, ks, vs) in enumerate(zip(q, k, v, strict=True)):
-        out.append([])
-        lse.append([[] for _ in range(heads)])
-        for s, row in enumerate(qs):
-            seen = seen_keys(s, len(ks), ahead, window, begins[b][s] if begins else 0)
-            out[-1].append([])
-            for h, head in enumerate(row):
-                g = h // (heads // groups)
-                scores = [dot(head, ks[t][g]) * scale for t in seen]
-                weights = softmax(scores) if seen else []
-                out[-1][-1].append([dot(weights, [vs[t][g][d] for t in seen]) for d in range(value_width)])
-                lse[-1][h].append(math.log(math.fsum(math.exp(x) for x in scores)) if seen else -math.inf)
-    return out, lse
+    for b, s, h in product(range(len(q)), range(len(q[0])), range(heads)):
+        g = h // (heads // groups)
+        seen = seen_keys(s, len(k[b]), ahead, window, begins[b][s] if begins else 0)
+        weights = [math.exp(dot(q[b][s][h], k[b][t][g]) * scale) for t in seen]
+        before = exp_or_zero(lse[b][h][s])
+        total = math.fsum([*weights, before])
+        old = [0.0] * value_width if fresh else out[b][s][h]
+        values = [dot(weights, [v[b][t][g][d] for t in seen]) + before * old[d] for d in range(value_width)]
+        out[b][s][h] = [x / (total or 1.0) for x in values]
+        lse[b][h][s] = math.log(total) if total else -math.inf
+    return out, lse, q, k, v
 
 
-def plain_attention_block_backward(dy, q, k, v, lse, delta, scale, ahead, window, begins=None):
+def plain_attention_block_backward(dq, dk, dv, delta, dy, q, k, v, y, lse, scale, ahead, window, begins, fresh):
+    if begins:
+        begins = [[first + ahead for first in row] for row in begins]
     heads, groups = len(q[0][0]), len(k[0][0])
-    dq, dk, dv = (torch.zeros(len(x), len(x[0]), len(x[0][0]), len(x[0][0][0])).tolist() for x in (q, k, v))
-    for b, (qs, ks, vs) in enumerate(zip(q, k, v, strict=True)):
-        for s, row in enumerate(qs):
-            for h, head in enumerate(row):
-                g = h // (heads // groups)
-                for t in seen_keys(s, len(ks), ahead, window, begins[b][s] if begins else 0):
-                    p = math.exp(dot(head, ks[t][g]) * scale - lse[b][h][s])
-                    ds = p * (dot(dy[b][s][h], vs[t][g]) - delta[b][h][s]) * scale
-                    for d in range(len(head)):
-                        dq[b][s][h][d] += ds * ks[t][g][d]
-                        dk[b][t][g][d] += ds * head[d]
-                    for d in range(len(vs[t][g])):
-                        dv[b][t][g][d] += p * dy[b][s][h][d]
-    return dq, dk, dv
+    for b, s, h in product(range(len(q)), range(len(q[0])), range(heads)):
+        head, g = q[b][s][h], h // (heads // groups)
+        if fresh:
+            dq[b][s][h] = [0.0] * len(head)
+            delta[b][h][s] = dot(dy[b][s][h], y[b][s][h])
+        for t in seen_keys(s, len(k[b]), ahead, window, begins[b][s] if begins else 0):
+            p = math.exp(dot(head, k[b][t][g]) * scale - lse[b][h][s])
+            ds = p * (dot(dy[b][s][h], v[b][t][g]) - delta[b][h][s]) * scale
+            for d in range(len(head)):
+                dq[b][s][h][d] += ds * k[b][t][g][d]
+                dk[b][t][g][d] += ds * head[d]
+            for d in range(len(v[b][t][g])):
+                dv[b][t][g][d] += p * dy[b][s][h][d]
+    return dq, dk, dv, delta, dy, q, k, v, y, lse
 
 
 def plain_cached_attention(out, q, k, v, keys, values, position, begin, scale, sink=None):
@@ -483,19 +489,6 @@ def plain_cached_attention(out, q, k, v, keys, values, position, begin, scale, s
         v_seen = [[row[: len(out[b][0])] for row in keys[b][s]] if shared else values[b][s] for s in seen]
         ((out[b],),) = plain_attention([[q[b]]], [k_seen], [v_seen], scale, 0, sink)
     return [x for x in (out, q, k, v, keys, values, sink) if x is not None]
-
-
-def plain_merge_attention_block(out, lse, part, part_lse):
-    def exp(x: float) -> float:
-        return 0.0 if x == -math.inf else math.exp(x)
-
-    for b, s, h in product(range(len(out)), range(len(out[0])), range(len(out[0][0]))):
-        old, new = exp(lse[b][h][s]), exp(part_lse[b][h][s])
-        total = old + new
-        pairs = zip(out[b][s][h], part[b][s][h], strict=True)
-        out[b][s][h] = [(old * a + new * c) / (total or 1.0) for a, c in pairs]
-        lse[b][h][s] = math.log(total) if total else -math.inf
-    return out, lse, part, part_lse
 
 
 def plain_rmsnorm(x, w, eps):
@@ -685,6 +678,10 @@ def plain_gather_rows(source, index, slots, holes):
     return [source[i] if i >= 0 else [0.0] * len(source[0]) for i in index]
 
 
+def plain_spread_rows(source, index, slots, ends):
+    return plain_gather_rows(source, index, slots, True)
+
+
 def plain_announce_choices(ids, weights, place, sender, kept, positions, weight_rooms, counts):
     for room in weight_rooms:
         room[sender][: len(weights)] = weights
@@ -734,6 +731,12 @@ def plain_sum_rows_into(y, slots, rooms, rank):
     return [y, *rooms]
 
 
+def plain_write_choices_into(x, slots, rooms, rank):
+    for n, line in enumerate(slots):
+        rooms[rank][n] = [x[slot] if slot >= 0 else 0.0 for slot in line]
+    return [x, *rooms]
+
+
 def plain_sum_peer_rows(rooms, slots):
     rows = [[room[slot] for room, slot in zip(rooms, line, strict=True) if slot >= 0] for line in slots]
     width = len(rooms[0][0])
@@ -769,6 +772,53 @@ def plain_return_products(a, down, index, slots, ends, rooms, exchange):
         if sender == exchange.me:
             own[n + shift[sender]] = [sum(y[slot][d] for slot in line if slot >= 0) for d in range(len(down[0]))]
     return [[sum(own[row][d] for row in line if row >= 0) for d in range(len(down[0]))] for line in back]
+
+
+def plain_multiply_gathered(x, weights, rooms, exchange):
+    """Rows of the other ranks are there."""
+    rows = [*rooms[exchange.me]]
+    rows[exchange.rows_of(exchange.me)] = x
+    return [[[dot(row, line) for line in weight] for row in rows] for weight in weights]
+
+
+def plain_scatter_products(inputs, weights, rooms, exchange):
+    """What the other ranks have made for this one is there, by rank."""
+    me, ranks = exchange.me, len(exchange.shards)
+    first, most = sum(exchange.shards[:me]), max(exchange.shards)
+    y = []
+    for t in range(exchange.shards[me]):
+        own = [[dot(x[first + t], line) for line in w] for x, w in zip(inputs, weights, strict=True)]
+        others = [rooms[me][rank * most + t] for rank in range(ranks) if rank != me]
+        y.append([math.fsum(column) for column in zip(*own, *others, strict=True)])
+    return y
+
+
+def plain_project_to_heads(x, weights, rooms, exchange):
+    """Heads of the other ranks' rows are there, layers side by side."""
+    me, ranks = exchange.me, len(exchange.shards)
+    first, results = 0, []
+    for weight in weights:
+        share = len(weight) // ranks
+        rows = [row[first : first + share] for row in rooms[me]]
+        lines = weight[me * share : me * share + share]
+        rows[exchange.rows_of(me)] = [[dot(row, line) for line in lines] for row in x]
+        results.append(rows)
+        first += share
+    return results
+
+
+def plain_project_from_heads(inputs, weights, rooms, exchange):
+    """Heads of the other ranks are there, for each layer those of all ranks side by side."""
+    me, ranks = exchange.me, len(exchange.shards)
+    begin, y = sum(exchange.shards[:me]), []
+    for t in range(exchange.shards[me]):
+        row, first = list(rooms[me][t]), 0
+        for x in inputs:
+            share = len(x[0])
+            row[first + me * share : first + me * share + share] = x[begin + t]
+            first += ranks * share
+        y.append([dot(row, [value for w in weights for value in w[n]]) for n in range(len(weights[0]))])
+    return y
 
 
 def plain_sum_rows(y, index, slots, holes):
@@ -921,11 +971,12 @@ def transposed(rows):
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def plain_tile_maxima(source, tiles, index=None):
+def plain_tile_maxima(source, tiles, index=None, rows=True):
     padded = plain_padded_tiles(source, tiles, index)
     row_maxima = [max(map(abs, row)) for rows in padded for row in rows]
     columns = [[max(map(abs, column)) for column in transposed(rows)] for rows in padded]
-    return [rounded_to_fp32(x) for x in row_maxima], [[rounded_to_fp32(x) for x in line] for line in columns]
+    of_columns = [[rounded_to_fp32(x) for x in line] for line in columns]
+    return [[rounded_to_fp32(x) for x in row_maxima], of_columns] if rows else [of_columns]
 
 
 def plain_quantised_line(line, given, rule):
@@ -1023,13 +1074,13 @@ def plain_gather_tiles(values, scales, tiles, index=None):
 
 
 def plain_wide_scales(maxima, tiles, kind, rule):
-    rows, columns = (x.tolist() for x in maxima)
+    rows, columns = (None if x is None else x.tolist() for x in maxima)
     experts = tiles.tiles_M4[:, 0].tolist()
     scale_of = partial(scale_of_block, name=rule.format.name, power_of_two=rule.power_of_two)
     of_expert = [[line for line, of in zip(columns, experts, strict=True) if of == e] for e in experts]
     if kind == "row":
         lines = [[scale_of(column) for column in transposed(same)] for same in of_expert]
-        return [scale_of([x]) for x in rows], lines
+        return [lines] if rows is None else [[scale_of([x]) for x in rows], lines]
     shared = [columns for _ in experts] if kind == "tensor" else of_expert
     scales = [scale_of([x for line in same for x in line]) for same in shared]
     return [[s] * 128 for s in scales], [[s] * len(columns[0]) for s in scales]
@@ -1162,11 +1213,15 @@ def plain_blocks(rows, rule):
     return transposed(plain_quantised_line(row, None, rule) for row in rows)
 
 
-def plain_fp8_swiglu_product(x, w, weight, tiles, sums, formats):
+def plain_fp8_swiglu_product(x, w, weight, tiles, sums, formats, a_rows=None):
     h = plain_padded_product(x, w, tiles, sums)
     pairs = [[row[: len(row) // 2], row[len(row) // 2 :]] for row in h]
     a = plain_swiglu(pairs, plain_padded_weights(weight, tiles))
     kept = plain_blocks(h, formats.rule) if formats.fp8_kept else [h]
+    if a_rows is not None:
+        scales = [a_rows[e][0] for e in tiles.tiles_M4[:, 0].tolist() for _ in range(128)]
+        rows = [bytes_of_block(row, scale, formats.rule.format.name) for row, scale in zip(a, scales, strict=True)]
+        return [*kept, rows, [[scale] for scale in scales]]
     return [*kept, *(plain_blocks(a, formats.rule) if formats.fp8_activation else [a])]
 
 
@@ -1190,7 +1245,8 @@ def plain_quantise_delayed_gradient(da, h, weight, tiles, scales):
     rows[:, 1] = rows[:, 3]  # where they are padded
     in_place = tiles._replace(tiles_M4=rows)
     of_dh = plain_quantise_delayed(dh, in_place, scales.dh_rule, scales.dh, True, True)
-    return [*of_dh, *plain_quantise_delayed(a, in_place, scales.a_rule, scales.a, False, True), dots]
+    _, _, *of_columns = plain_quantise_delayed(a, in_place, scales.a_rule, scales.a, True, True)
+    return [*of_dh, *of_columns, dots]
 
 
 def plain_column_blocks(rows, rule):

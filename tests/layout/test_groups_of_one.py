@@ -26,6 +26,7 @@ from moefold.config.run import Config, ParallelConfig
 from moefold.dispatch import build
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.memory.graphs import StepGraph
+from moefold.model.moe.layer import symmetric_dispatchers
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import assemble_run
 from moefold.train.parity import random_corpus, trace_run
@@ -169,3 +170,34 @@ def test_a_graph_of_a_whole_step_holds_its_exchanges(world: World):
         assert figures(take_next_step(eager)) == figures(take_next_step(graphed)), f"step {step + 1}"
     assert graphed.graph is not None
     assert graphed.graph.captured is not None
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("stash", ["none", "pages"])
+@pytest.mark.parametrize("world", ["cuda"], indirect=True)
+def test_a_graph_of_a_whole_step_holds_the_exchanges_of_an_arena(
+    world: World, stash: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Experts whose rank writes to itself, without a capacity: their rows are known on the device alone."""
+    words = [*SIZES, "--train.device", "cuda", "--train.precision", "bf16", "--train.steps", "12"]
+    config = resolve_recipe("tiny", [*words, "--parallel.dispatcher", "symmetric"], 1)
+    memory = replace(config.memory, graphs="whole", stash=stash, stash_gib=0.25)
+    whole = replace(config, memory=memory)
+    corpus = random_corpus(config)
+    alone = assemble_run(config, single_rank_world("cuda"), Path("."), corpus)
+    monkeypatch.setattr(build, "choose_dispatcher", dispatcher_asked_for)
+    eager = assemble_run(config, world, Path("."), corpus)
+    graphed = assemble_run(whole, world, Path("."), corpus)
+    (dispatcher,) = symmetric_dispatchers(graphed.model)
+    numbers_of_exchanges: list[int] = []
+    for step in range(10):
+        expected = figures(take_next_step(eager))
+        assert figures(take_next_step(graphed)) == expected, f"step {step + 1}"
+        assert figures(take_next_step(alone)) == expected, f"step {step + 1} without exchanges"
+        numbers_of_exchanges.append(dispatcher.arena.number)
+    dispatcher.arena.require_peers()
+    assert graphed.graph is not None
+    assert graphed.graph.captured is not None
+    assert numbers_of_exchanges[0] > 0
+    assert numbers_of_exchanges[4] == numbers_of_exchanges[-1], "the host issues none in a replay"

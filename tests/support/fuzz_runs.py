@@ -145,7 +145,13 @@ parallel.ep=4 parallel.dispatcher=symmetric
 
 parallel.ep=2 parallel.dispatcher=symmetric parallel.room=1.5
 
+parallel.ep=2 parallel.dispatcher=symmetric parallel.tiles=experts
+parallel.ep=4 parallel.dispatcher=symmetric parallel.tiles=experts
+
 parallel.ep=2 parallel.row_chunks=2
+
+parallel.tp=2 parallel.tiles=projections
+parallel.tp=2 parallel.ep=2 parallel.dispatcher=symmetric parallel.tiles=experts,projections
 
 parallel.ep=2 parallel.dispatcher=dedup parallel.clone_slots=2
 parallel.ep=2 parallel.dispatcher=dedup parallel.clone_slots=1 parallel.clone_decision=previous

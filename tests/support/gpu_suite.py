@@ -14,7 +14,12 @@ from tests.support.marked_suite import conclude, read_suite_options, run_part, t
 
 BYTES_PER_PROCESS = 20 << 30  # the largest of these tests trains a layer of Mixtral-8x7B
 MOST_PROCESSES = 6
-MEASURED = ("tests/plan/test_on_gpu.py", "tests/pipeline/test_overlap_on_gpu.py")
+MEASURED = (
+    "tests/plan/test_on_gpu.py",
+    "tests/pipeline/test_overlap_on_gpu.py",
+    "tests/bench/test_tile_overlap.py",
+    "tests/bench/test_projection_overlap.py",
+)
 NO_PAGES = "--ignore=tests/web"  # no test of a page needs a GPU, and GPU machines often lack what pages need
 
 

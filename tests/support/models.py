@@ -20,6 +20,7 @@ from moefold.model.norm import ResidualStream
 from moefold.model.parts import ModelParts
 from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
+from moefold.train.assemble import make_tp_projections
 
 
 def choices(
@@ -38,7 +39,8 @@ def choices(
     context = choose_context_mechanism(mechanism_of(parallel), kernels, world)
     contexts = {world.cp.size: context}
     dispatcher = build_dispatcher(config, kernels, world)
-    return ModelParts(world, kernels, dispatcher, contexts, seq_len, parallel.row_chunks)
+    over_tp = make_tp_projections(config, world, kernels)
+    return ModelParts(world, kernels, dispatcher, contexts, over_tp, seq_len, parallel.row_chunks)
 
 
 def mechanism_of(parallel: ParallelConfig) -> str:

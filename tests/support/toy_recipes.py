@@ -18,6 +18,10 @@ class RoundedRecipe:
     rounds_by_token = False
     products: Products | None = None
 
+    @property
+    def input_maker(self) -> object:
+        return self
+
     def input(self, x: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         return Operand(x.bfloat16().to(x.dtype))
 
@@ -42,6 +46,10 @@ class BlockScaledRecipe:
 
     def __init__(self, keeps: KeptOperand = "columns"):
         self.keeps: KeptOperand = keeps
+
+    @property
+    def input_maker(self) -> object:
+        return self
 
     def input(self, x: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         rows = self.quantised(x, 1, 4)

@@ -2,31 +2,34 @@
 grouped_mm: `_test_eager_matches_batched_and_grouped_inference` of tests/test_modeling_common.py. Needs the package
 `parameterized`.
 
-    python -m tests.support.transformers_tests FOLDER [FAMILY ...]
+    python -m tests.support.transformers_tests FOLDER [FAMILY ...] [--dtypes fp32 bf16 fp16] [--tokens 2 7]
 
 FOLDER is an unpacked source distribution of the transformers that is installed. It has the common tests but none of
 its families' files: models of these sizes take their place, one for each family: a language model or, where it has
 none of its own, its text model. A family whose
-model cannot be made of them, or fails the test by transformers' own experts already, is named as not run.
+model cannot be made of them, or fails the test by transformers' own experts already, is named as not run. The test
+runs on a GPU where there is one. There few tokens take moefold's products of few rows, 192 its products of tiles.
 
 In a checkout of transformers, which has them, this file is a plug-in of pytest:
 
-    PYTHONPATH=MOEFOLD/tests/support pytest -p transformers_tests tests/models -k eager_matches_batched_and_grouped
+    PYTHONPATH=MOEFOLD:MOEFOLD/tests/support pytest -p transformers_tests tests/models -k eager_matches_batched
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
 import sys
 import unittest
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.testing_utils import torch_device
 
 import moefold.transformers
 from moefold.transformers.plugin import experts_forward
@@ -35,7 +38,8 @@ PACKAGE = "transformers_own_tests"
 COMMON = "test_modeling_common"
 ABSENT = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
 PASSED = "passed"
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = ["fp32", "bf16", "fp16"]
+TOKENS = [2, 7]  # sequences, positions
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -166,7 +170,8 @@ def with_own_config(model_class: Any) -> Any:
 class TinyModels:
     """Takes the place of a family's tester."""
 
-    def __init__(self, model_class: Any):
+    def __init__(self, model_class: Any, tokens: Sequence[int]):
+        self.tokens = tuple(tokens)
         self.config_class = model_class.config_class
         family = model_class.__module__.split(".")[-2]
         self.own_sizes = FAMILY_SIZES.get(family, {})
@@ -174,15 +179,15 @@ class TinyModels:
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         is_latent = "kv_lora_rank" in self.config_class().to_dict()
         sizes = SIZES | (LATENT if is_latent else {}) | self.own_sizes
-        return self.config_class(**sizes), {"input_ids": torch.randint(1, 96, (2, 7))}
+        return self.config_class(**sizes), {"input_ids": torch.randint(1, 96, self.tokens, device=torch_device)}
 
 
-def run_family(common: Any, model_class: Any, dtype: str) -> str:
+def run_family(common: Any, model_class: Any, dtype: str, tokens: Sequence[int]) -> str:
     """What became of the test: passed, or why not."""
 
     class Family(common.ModelTesterMixin, unittest.TestCase):
         all_model_classes = (model_class,)
-        model_tester = TinyModels(model_class)
+        model_tester = TinyModels(model_class, tokens)
 
     case = Family("test_save_load")  # any: the test is called below
     try:
@@ -195,24 +200,34 @@ def run_family(common: Any, model_class: Any, dtype: str) -> str:
     return PASSED
 
 
-def run_both(common: Any, model_class: Any, dtype: str) -> str:
+def run_both(common: Any, model_class: Any, dtype: str, tokens: Sequence[int]) -> str:
     """Without moefold first: what fails then says nothing of it."""
     common.grouped_mm_experts_forward = grouped_mm_experts_forward
-    own = run_family(common, model_class, dtype)
+    own = run_family(common, model_class, dtype, tokens)
     if own != PASSED:
         return f"not run ({own})"
     put_moefold_inside(common)
-    return run_family(common, model_class, dtype)
+    return run_family(common, model_class, dtype, tokens)
 
 
-def main(folder: str, *families: str) -> int:
-    common = load_common_tests(Path(folder))
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests.support.transformers_tests")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--tokens", nargs=2, type=int, default=TOKENS, help="sequences and positions")
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = parse_arguments()
+    common = load_common_tests(asked.folder)
     outcomes: list[str] = []
-    for family, model_class in model_classes(families).items():
-        for dtype in DTYPES:
+    for family, model_class in model_classes(asked.families).items():
+        for dtype in asked.dtypes:
             outcome = "not run (no language model of its own)"
             if model_class is not None:
-                outcome = run_both(common, model_class, dtype)
+                outcome = run_both(common, model_class, dtype, asked.tokens)
             outcomes.append(outcome)
             print(f"{family} {dtype}: {outcome}", flush=True)
     passed = outcomes.count(PASSED)
@@ -223,4 +238,4 @@ def main(folder: str, *families: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

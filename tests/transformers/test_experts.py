@@ -93,7 +93,7 @@ def outputs_and_gradients(experts: Any, implementation: str, inputs: tuple[Tenso
     weights = weights.clone().requires_grad_()
     experts.zero_grad()
     output = experts(hidden, ids, weights)
-    direction = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    direction = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view_as(output)
     (output * direction).sum().backward()
     gradients = [parameter.grad for parameter in experts.parameters()]
     return [output.detach(), hidden.grad, weights.grad, *gradients]

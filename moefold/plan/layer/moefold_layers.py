@@ -8,7 +8,9 @@ plain ops that each save their input, and attention of unusual shapes saves its 
 from __future__ import annotations
 
 from moefold.anatomy.activations import activation_op, shared_activation
-from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, backward_workspace
+from moefold.kernels.attention.backward_parts import backward_workspace
+from moefold.kernels.attention.workspace import HOPPER_WIDTHS
+from moefold.kernels.catalog import forced_implementations
 from moefold.plan.layer.fp8_tensors import (
     FP8_EXPERT_BACKWARD,
     FP8_EXPERT_FORWARD,
@@ -816,11 +818,14 @@ def writes_score_gradients(s: RankShapes) -> bool:
     """Whether attention's backward stores the gradients of its scores, as its kernels for Hopper do."""
     attention = s.model.attention
     choices = s.choices
-    if s.mla or cuts_context(s):
+    if cuts_context(s):
         return False
     if attention.window or attention.sinks:
         return False
-    if s.Q not in HOPPER_HEAD_WIDTHS or choices.precision == "fp32":
+    if (s.Q, s.V) not in HOPPER_WIDTHS or choices.precision == "fp32":
+        return False
+    forced = forced_implementations(s.portion.force).get("attention")
+    if forced not in (None, "deterministic"):
         return False
     if choices.device != "cuda" or choices.capability != HOPPER_CAPABILITY:
         return False
@@ -828,13 +833,13 @@ def writes_score_gradients(s: RankShapes) -> bool:
 
 
 def score_gradient_workspace(s: RankShapes) -> float:
-    """Bytes of the gradients of scores, of as many heads as the kernel's limit allows, or of chunks with their sums; 0
+    """Bytes of the gradients of scores, of as many heads as the kernel's limit allows, or of parts with their sums; 0
     where the kernels do not run."""
     sequences = int(s.B)
     kv_heads = int(s.G)
     heads_per_group = int(s.H // s.G)
-    head_width = int(s.Q)
-    return backward_workspace(s.S, sequences, kv_heads, heads_per_group, head_width)
+    widths = (int(s.Q), int(s.V))
+    return backward_workspace(s.S, sequences, kv_heads, heads_per_group, *widths)
 
 
 def padded_expert_rows(s: RankShapes) -> float:
@@ -950,7 +955,7 @@ def expert_forward() -> WorkingSet:
 
 def expert_backward_end() -> WorkingSet:
     """Working set at the end of the experts' backward, with the gradients of rows and weights. The fused kernel frees
-    the gradient of rows before it gathers the rows again."""
+    the rows before it makes the gradient of rows."""
     table = backward_table().only(experts_outside_fp8)
     table.add("gradient of results", expert_rows, dispatched_token_width)
     unfused = table.only(unfused_experts)

@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from moefold.comm.byte_counters import counted_bytes_sent
-from moefold.config.run import ModelConfig, ParallelConfig
+from moefold.config.run import Config, ModelConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world
 from moefold.model.attention.context_parallel import choose_context_mechanisms
 from moefold.model.block import ATTENTION_KINDS
 from moefold.model.initialise import initialise_parameters
-from moefold.model.parts import ModelParts as ModelChoices
+from moefold.model.parts import ModelParts
 from moefold.model.token_layout import TokenShard
 from moefold.plan.layer.layer_costs import count_piece
 from moefold.plan.layer.rank_shapes import RankPortion
 from moefold.plan.options import PlanChoices
 from moefold.presets.zoo import PRESETS
+from moefold.train.assemble import make_tp_projections
 from tests.model.test_attention_traffic import BATCH, LATENT, LENGTH, MODEL, NODE, N
 from tests.model.test_attention_traffic import sent as sent_ahead
 from tests.plan.layer.test_layer_costs import PLAIN, steps
@@ -89,7 +90,8 @@ def sent_both_ways(world: World, model: ModelConfig, parallel: ParallelConfig) -
     world = create_world(world.rank, world.size, world.device, parallel, node_size=NODE)
     kernels = BoundKernels(Facts("cpu", "fp32", hidden=model.hidden))
     contexts = choose_context_mechanisms(parallel.context, kernels, world)
-    made = ModelChoices(world, kernels, None, contexts, LENGTH)  # pyright: ignore
+    over_tp = make_tp_projections(Config(), world, kernels)
+    made = ModelParts(world, kernels, None, contexts, over_tp, LENGTH)  # pyright: ignore
     attention = ATTENTION_KINDS[model.attention.kind](model, 0, made)
     initialise_parameters(attention, seed=1)
     share = TokenShard(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))

@@ -19,6 +19,7 @@ import torch
 from moefold.anatomy.products import product_recipes
 from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig
+from moefold.kernels.attention.workspace import MOST_BYTES
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import facts_from_config
 from moefold.kernels.vocabulary import cross_entropy
@@ -349,6 +350,16 @@ def test_the_head_holds_as_many_logits_as_the_plan_says():
         tokens = [module.tokens_of_chunk(1 << 26, words) for module in (moefold_layers, cross_entropy)]
         assert tokens[0] == tokens[1]
         assert tokens[0] * words <= 1 << 26 < 2 * tokens[0] * words or tokens[0] == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_on_hopper_grouped_and_latent_attention_store_gradients_of_scores_within_their_limit(name: str):
+    config = PRESETS[name]()
+    shapes = build_run_setting(config, 64, PlanChoices(device="cuda", capability=90)).layer_shapes(0)
+    assert moefold_layers.writes_score_gradients(shapes)
+    assert 0 < moefold_layers.score_gradient_workspace(shapes) <= MOST_BYTES
+    older = build_run_setting(config, 64, PlanChoices(device="cuda", capability=80)).layer_shapes(0)
+    assert not moefold_layers.writes_score_gradients(older)
 
 
 @pytest.mark.parametrize("words", ["", VARIANTS["latent experts"], VARIANTS["no gate in any MLP"]])
