@@ -1,8 +1,9 @@
-"""Which products of a model run inside exchanges of tensor-parallel ranks with `parallel.tiles projections`, and which
-do not, with the reason. Torch-free."""
+"""Which dense products of a model run inside exchanges with `parallel.tiles`, by which ops, and which do not, with the
+reason. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moefold.anatomy.products import model_products
@@ -20,6 +21,9 @@ LATENTS = "latents of attention, which are narrow and read by several products"
 OTHERS = "attention of another package, as it likes"
 
 
+OUT = "attention.out"
+
+
 class ExchangedProducts(NamedTuple):
     """Names inside a layer, and what goes by collectives, in words."""
 
@@ -28,7 +32,28 @@ class ExchangedProducts(NamedTuple):
     apart: list[str]
 
 
+class ProductsOfOp(NamedTuple):
+    """Products that an op computes, and what it does beside them, in words."""
+
+    op: str
+    beside: str
+    names: Sequence[str]
+
+
+def products_in_exchanges(config: Config) -> tuple[list[ProductsOfOp], list[str]]:
+    """The products of each op, those without any left out, and what goes by collectives, in words."""
+    if "heads" in config.parallel.tiles:
+        to_heads = ProductsOfOp("project_to_heads", "heads sent behind", GATHERED["gqa"])
+        from_heads = ProductsOfOp("project_from_heads", "heads gathered before", (OUT,))
+        return [to_heads, from_heads], []
+    products = exchanged_products(config)
+    gathered = ProductsOfOp("multiply_gathered", "rows gathered before", products.gathered)
+    scattered = ProductsOfOp("scatter_products", "sums scattered behind", products.scattered)
+    return [of_op for of_op in (gathered, scattered) if of_op.names], products.apart
+
+
 def exchanged_products(config: Config) -> ExchangedProducts:
+    """Those over tensor-parallel ranks."""
     model = config.model
     kind = model.attention.kind
     found = {product.place for product in model_products(model, config.parallel)}
@@ -37,7 +62,7 @@ def exchanged_products(config: Config) -> ExchangedProducts:
     gathered = of_mlps - sums
     gathered.update(GATHERED.get(kind, ()))
     if kind in ATTENTION_NAMES.builtin:
-        sums.add("attention.out")
+        sums.add(OUT)
     return ExchangedProducts(sorted(gathered), sorted(sums), reasons_apart(model))
 
 

@@ -22,7 +22,8 @@ from moefold.bench.played_products import (
     run_product_benchmark,
 )
 from moefold.bench.report import Row
-from moefold.dispatch.tiled_heads import TiledHeads, flags_of_heads
+from moefold.dispatch.room_sizes import flags_of_heads
+from moefold.dispatch.tiled_heads import TiledHeads
 from moefold.kernels.linear.swapped_products import project_from_heads, project_to_heads
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moefold.anatomy.adapters import adapter_parameters, adapters_of_all_ranks, run_flops_per_token
 from moefold.anatomy.captured_steps import captured_runs
-from moefold.anatomy.exchanged_products import exchanged_products
+from moefold.anatomy.exchanged_products import products_in_exchanges
 from moefold.anatomy.frozen_base import base_size_of_all_ranks
 from moefold.anatomy.host_experts import experts_on_host
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
@@ -48,7 +48,7 @@ from moefold.data.dynamic_context import context_shape
 from moefold.data.run_corpus import foretold_cuts
 from moefold.data.trained_vocabulary import READ_CHARACTERS
 from moefold.dispatch import price
-from moefold.dispatch.room_sizes import projection_room, tokens_per_exchange
+from moefold.dispatch.room_sizes import head_room, projection_room, tokens_per_exchange
 from moefold.kernels.catalog import CATALOG, forced_implementations, host_readers, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts, shares_sequences
 from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
@@ -77,6 +77,7 @@ PEER_OPS = {"announce_choices", "arrange_arrivals", "push_peer_rows", "sum_rows_
 PEER_OPS |= {"spread_rows", "write_choices_into"}
 TILE_OPS = ("multiply_arrivals", "return_products")  # of experts inside exchanges
 PROJECTION_OPS = {"multiply_gathered", "scatter_products"}  # of projections inside exchanges
+HEAD_OPS = {"project_to_heads", "project_from_heads"}  # of those to and from heads
 MUON_OPS = {"muon_momentum", "newton_schulz", "muon_weights"}
 RING_OPS = {"attention_block", "attention_block_backward"}  # added by a ring of context-parallel ranks
 FP8_STORAGE_OPS = {"share_maxima", "cast_share", "transpose_values"}  # added by weights that are stored in FP8 alone
@@ -563,24 +564,21 @@ def tiles_in_exchanges(
 ) -> Mapping[str, Sequence[str]] | None:
     """Projections whose tiles are multiplied while rows travel, by which kernels, and what goes by collectives; None
     where all does."""
-    if "projections" not in config.parallel.tiles:
+    tiles = set(config.parallel.tiles)
+    find_room = head_room if "heads" in tiles else projection_room
+    if tiles.isdisjoint(("projections", "heads")):
         return None
-    products = exchanged_products(config)
-    room = projection_room(config, BYTES_PER_ELEMENT[facts.dtype])
-    inside: list[str] = []
-    for says, op, names in (
-        ("rows gathered before", "multiply_gathered", products.gathered),
-        ("sums scattered behind", "scatter_products", products.scattered),
-    ):
-        if names:
-            inside.append(f"{says} {', '.join(names)} ({op}: {kernels[op]['implementation']})")
-    if kernels["multiply_gathered"]["implementation"] == "reference":
-        inside.append("references multiply behind the exchange, not while rows travel")
+    products, apart = products_in_exchanges(config)
+    used = {op: kernels[op]["implementation"] for op, *_ in products}
+    inside = [f"{beside} {', '.join(names)} ({op}: {used[op]})" for op, beside, names in products]
+    if "reference" in used.values():
+        inside.append("references exchange and multiply one behind the other, not while rows travel")
     else:
         inside.append(f"{config.parallel.tile_senders} programs of a kernel send, all others multiply")
+    room = find_room(config, BYTES_PER_ELEMENT[facts.dtype])
     rows = room.rows * room.ranks
     inside.append(f"{room.arena_bytes / MIB:,.1f} MiB of rooms of a rank, for {rows} rows of {room.ranks} ranks")
-    return {"inside": inside, "apart": [*products.apart, "passes without backward, such as validation"]}
+    return {"inside": inside, "apart": [*apart, "passes without backward, such as validation"]}
 
 
 def kernel_choices(config: Config, layers: list[LikeLayers], facts: Facts) -> dict[str, KernelChoice]:
@@ -656,6 +654,8 @@ def ops_of_run(config: Config, layers: list[LikeLayers]) -> set[str]:
         ops.update(TILE_OPS)
     if "projections" in config.parallel.tiles:
         ops |= PROJECTION_OPS
+    if "heads" in config.parallel.tiles:
+        ops |= HEAD_OPS
     for layer in layers:
         for step in layer.steps:
             ops.update(step.ops)
@@ -901,8 +901,8 @@ def model_headline(explanation: Description) -> str:
 
 def print_tiles(tiles: Mapping[str, Sequence[str]], console: Console) -> None:
     for text in tiles["inside"]:
-        console.print(escape(f"projections inside exchanges over tp: {text}"))
-    console.print(escape(f"by collectives over tp: {'; '.join(tiles['apart'])}"))
+        console.print(escape(f"projections inside exchanges: {text}"))
+    console.print(escape(f"by collectives: {'; '.join(tiles['apart'])}"))
 
 
 def print_pipeline(pipeline: Description, console: Console) -> None:

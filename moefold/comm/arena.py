@@ -51,6 +51,7 @@ class ArenaUser(NamedTuple):
 
 DISPATCHER = ArenaUser("parallel.dispatcher = symmetric", "ep x etp", "set parallel.dispatcher to dedup")
 PROJECTIONS = ArenaUser("parallel.tiles = projections", "tp", "leave projections out of parallel.tiles")
+HEADS = ArenaUser("parallel.tiles = heads", "cp", "leave heads out of parallel.tiles")
 
 
 class Arena(Protocol):

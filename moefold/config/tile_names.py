@@ -5,6 +5,7 @@ from __future__ import annotations
 TILE_NAMES = {
     "experts": "both products of routed experts, while tokens arrive and results return (symmetric)",
     "projections": "tensor-parallel projections of attention and MLPs, whose rows are gathered or sums scattered",
+    "heads": "projections to and from heads, while ranks swap positions for them (parallel.context all_to_all)",
 }
 
 

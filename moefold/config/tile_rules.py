@@ -38,8 +38,8 @@ def tiles_are_known(c: ConfigOnRanks) -> bool:
     return not unknown_tiles(c)
 
 
-def without(c: ConfigOnRanks, name: str) -> str:
-    others = [other for other in c.parallel.tiles if other != name]
+def without(c: ConfigOnRanks, *names: str) -> str:
+    others = [other for other in c.parallel.tiles if other not in names]
     return f"set {TILES} to {format_value(tuple(others)) or NONE}"
 
 
@@ -193,17 +193,20 @@ def tiled_experts_are_bf16_on_a_gpu(c: ConfigOnRanks) -> bool:
     return not has_tiled_experts(c) or is_bf16
 
 
-# Projections of tensor-parallel ranks.
+# Dense products: projections of tensor-parallel ranks, and those to and from the heads of ranks that share sequences.
 
 PROJECTIONS = "projections"
+HEADS = "heads"
+DENSE = (PROJECTIONS, HEADS)
 
 
 def exchanges_in_projections(c: ConfigOnRanks) -> bool:
-    return PROJECTIONS in c.parallel.tiles
+    """Whether dense products are inside exchanges, of either kind."""
+    return not set(DENSE).isdisjoint(c.parallel.tiles)
 
 
 def without_projections(c: ConfigOnRanks) -> str:
-    return without(c, PROJECTIONS)
+    return without(c, *DENSE)
 
 
 @TILE_RULES.rule(
@@ -213,7 +216,59 @@ def without_projections(c: ConfigOnRanks) -> str:
     fix="set parallel.tp to 2",
 )
 def exchanged_projections_have_ranks(c: ConfigOnRanks) -> bool:
-    return not exchanges_in_projections(c) or c.parallel.tp > 1
+    return PROJECTIONS not in c.parallel.tiles or c.parallel.tp > 1
+
+
+@TILE_RULES.rule(
+    "heads inside exchanges have ranks that swap them",
+    (TILES, "parallel.context", "parallel.cp"),
+    why="heads are swapped for positions by all-to-all context over several ranks alone",
+    fix="set parallel.context to all_to_all and parallel.cp to 2",
+)
+def exchanged_heads_have_ranks(c: ConfigOnRanks) -> bool:
+    return HEADS not in c.parallel.tiles or (c.parallel.context == "all_to_all" and c.parallel.cp > 1)
+
+
+@TILE_RULES.rule(
+    "heads inside exchanges are not cut by tensor parallelism",
+    (TILES, "parallel.tp"),
+    why="the projection back sums over heads of all cp ranks in its kernel, and over tp by another exchange",
+    fix="set parallel.tp to 1",
+)
+def exchanged_heads_are_not_cut(c: ConfigOnRanks) -> bool:
+    return HEADS not in c.parallel.tiles or c.parallel.tp == 1
+
+
+@TILE_RULES.rule(
+    "heads inside exchanges are of grouped-query attention",
+    (TILES, "model.attention.kind", "model.attention.qk_norm"),
+    why="a rank's share of the columns of query, key and value has to be heads that are normed one by one",
+    fix=lambda c: without(c, HEADS),
+)
+def exchanged_heads_are_grouped(c: ConfigOnRanks) -> bool:
+    attention = c.model.attention
+    is_by_head = attention.kind == "gqa" and attention.qk_norm != "full"
+    return HEADS not in c.parallel.tiles or is_by_head
+
+
+@TILE_RULES.rule(
+    "heads inside exchanges have shares of key/value heads",
+    (TILES, "model.attention.kv_heads", "parallel.cp"),
+    why="ranks that share a key/value head would compute it several times",
+    fix=lambda c: without(c, HEADS),
+)
+def exchanged_heads_have_shares(c: ConfigOnRanks) -> bool:
+    return HEADS not in c.parallel.tiles or c.model.attention.kv_heads % c.parallel.cp == 0
+
+
+@TILE_RULES.rule(
+    "heads inside exchanges are swapped once",
+    (TILES, "memory.recompute", "model.layers", "model.mtp"),
+    why="heads arrive inside the projection back, which keeps them; there is no swap of its own to run again",
+    fix="set memory.recompute to norm",
+)
+def exchanged_heads_are_swapped_once(c: ConfigOnRanks) -> bool:
+    return HEADS not in c.parallel.tiles or "swap" not in recomputed_regions(c)
 
 
 @TILE_RULES.rule(

@@ -1,9 +1,10 @@
-"""Rows and bytes of the rooms of the symmetric dispatcher, and of those of projections inside exchanges, from a
+"""Rows and bytes of the rooms of the symmetric dispatcher, and of those of dense products inside exchanges, from a
 configuration. Torch-free."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moefold.anatomy.announced_choices import blocks_of_tokens, columns_of_counts
@@ -143,7 +144,7 @@ def kept_in_words(config: Config) -> str:
     return f"arrived tokens of {kept} layers and microbatches at a time are read where they lie, others are copied"
 
 
-# Projections inside exchanges: rows of all tp ranks, as wide as the residual stream.
+# Dense products inside exchanges.
 
 LEAST_ROWS, LEAST_COLUMNS = 128, 64  # of a tile
 
@@ -153,21 +154,24 @@ def flags_of_sender(rows: int, width: int) -> int:
     return -(-rows // LEAST_ROWS) * -(-width // LEAST_COLUMNS)
 
 
-class ProjectionRoom(NamedTuple):
-    """What an arena of tp ranks has room for: `rows` of a rank, of this width and so many bytes a number."""
+def flags_of_heads(rows: int, shares: Sequence[int]) -> int:
+    """Tiles of a rank's rows at most, with columns of one rank's heads in each layer."""
+    return sum(flags_of_sender(rows, share) for share in shares)
+
+
+class ProductRoom(NamedTuple):
+    """What an arena of ranks has room for: `rows` of a rank, of this width and so many bytes a number. `flags`: of one
+    sender."""
 
     ranks: int
     rows: int
     width: int
     number_bytes: int
+    flags: int
 
     @property
     def room_bytes(self) -> int:
         return self.ranks * self.rows * self.width * self.number_bytes
-
-    @property
-    def flags(self) -> int:
-        return flags_of_sender(self.rows, self.width)
 
     @property
     def arena_bytes(self) -> int:
@@ -177,7 +181,18 @@ class ProjectionRoom(NamedTuple):
         return sizes.total
 
 
-def projection_room(config: Config, bytes_each: int) -> ProjectionRoom:
-    """For the tokens of a microbatch."""
+def projection_room(config: Config, bytes_each: int) -> ProductRoom:
+    """For the tokens of a microbatch, of all tp ranks, as wide as the residual stream."""
     rows = tokens_per_rank(config)
-    return ProjectionRoom(config.parallel.tp, rows, config.model.hidden, bytes_each)
+    width = config.model.hidden
+    return ProductRoom(config.parallel.tp, rows, width, bytes_each, flags_of_sender(rows, width))
+
+
+def head_room(config: Config, bytes_each: int) -> ProductRoom:
+    """For the tokens of a microbatch, of all cp ranks, as wide as queries, keys and values of one rank's heads."""
+    attention = config.model.attention
+    ranks = config.parallel.cp
+    rows = tokens_per_rank(config)
+    heads = (attention.heads, attention.kv_heads, attention.kv_heads)
+    shares = [count * attention.head_dim // ranks for count in heads]
+    return ProductRoom(ranks, rows, sum(shares), bytes_each, flags_of_heads(rows, shares))

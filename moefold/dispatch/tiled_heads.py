@@ -21,17 +21,11 @@ import torch
 from torch import Tensor
 
 from moefold.comm.arena import Arena
-from moefold.dispatch.room_sizes import flags_of_sender
 from moefold.dispatch.tiled_products import ArenaProducts, Shards, kept_for_gradients
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product_exchange import ProductExchange
 from moefold.kernels.linear.swapped_products import project_from_heads, project_to_heads
 from moefold.kernels.routing.arrival_pieces import PieceSignals
-
-
-def flags_of_heads(rows: int, shares: Sequence[int]) -> int:
-    """Tiles of a rank's rows at most, with columns of one rank's heads in each layer."""
-    return sum(flags_of_sender(rows, share) for share in shares)
 
 
 class JoinedHeads(NamedTuple):

@@ -9,6 +9,7 @@ from moefold.dispatch.base import Dispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
 from moefold.model.attention.context_parallel import ContextMechanism
+from moefold.model.attention.head_projections import HeadProjections
 from moefold.precision.linear import TpProjections
 
 
@@ -16,7 +17,8 @@ from moefold.precision.linear import TpProjections
 class ModelParts:
     """`dispatcher` carries tokens to experts; `contexts` are attention in which queries meet keys held by other ranks,
     by the number of ranks that share a sequence; `tp_projections` are projections of rows of all tensor-parallel ranks,
-    and sums over them. `row_chunks`: parts of a microbatch that experts compute in turn."""
+    and sums over them. `row_chunks`: parts of a microbatch that experts compute in turn. `heads_in_exchanges`: instead
+    of attention's `tp_projections`, if heads are swapped inside of its projections."""
 
     world: World
     kernels: BoundKernels
@@ -25,3 +27,4 @@ class ModelParts:
     tp_projections: TpProjections
     seq_len: int
     row_chunks: int = 1
+    heads_in_exchanges: HeadProjections | None = None

@@ -11,7 +11,7 @@ C tokens of a cp rank (B x S / cp), T tokens of this rank (C / tp).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from moefold.comm.collectives import all_gather_no_grad
 from moefold.kernels.routing.router_spec import TokenSpan
 from moefold.layout.axes import Axis, World
 from moefold.layout.past_keys import PastKeys
+
+ALONE = Axis("cp")  # one rank, which has all positions of its sequences
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class TokenShard:
     filled_B: Tensor | None = None  # the tokens of each packed sequence before its padding; None: nothing is packed
     past: PastKeys | None = None  # of earlier positions, while text is generated
     own_numbers_BS: Tensor | None = None  # of tokens in the run, if not those of whole sequences behind the first
+    before_swap: TokenShard | None = None  # positions of this rank, where it now has a share of the heads of all
+    head_axis: Axis = ALONE  # the ranks that share the heads which this rank would have alone
     span: TokenSpan = field(init=False)  # which tokens of its cp rank's sequences this rank has
     is_packed: bool = field(init=False)
 
@@ -86,12 +90,29 @@ class TokenShard:
         """The reverse, without gradients: (B, S, ...) of what each rank has for its tokens; `over` is cp x tp."""
         values = x_T.detach()
         gathered = all_gather_no_grad(values, over)
+        return self.in_sequence_order(gathered)
+
+    def in_sequence_order(self, joined: Tensor) -> Tensor:
+        """(B, S, ...) of what all cp ranks have for their positions, joined: (cp x C, ...)."""
         ranks = self.cp.size
         shape = (ranks, self.sequences, -1)
-        by_cp_rank = gathered.unflatten(0, shape)
+        by_cp_rank = joined.unflatten(0, shape)
         by_sequence = by_cp_rank.transpose(0, 1)
         as_held = by_sequence.flatten(1, 2)
         return as_held[:, self.sequence_order]
+
+    def in_rank_order(self, x_BS: Tensor) -> Tensor:
+        """The reverse: (cp x C, ...) of (B, S, ...)."""
+        places = self.joined.flatten()
+        as_held = x_BS[:, places]
+        shape = (self.cp.size, -1)
+        by_sequence = as_held.unflatten(1, shape)
+        by_cp_rank = by_sequence.transpose(0, 1)
+        return by_cp_rank.flatten(0, 2)
+
+    def swapped_for_heads(self) -> TokenShard:
+        """All positions of the cp ranks, of which this rank has its share of the heads."""
+        return replace(self, cp=ALONE, before_swap=self, head_axis=self.cp)
 
     @property
     def token_number_T(self) -> Tensor:

@@ -70,6 +70,7 @@ class Transformer(nn.Module):
         self.model = model
         self.world = parts.world
         self.tp_projections = parts.tp_projections
+        self.heads_in_exchanges = parts.heads_in_exchanges
         self.rewrite_steps: StepRewrite = steps_as_given  # memory policies may join steps (memory/policy.py)
         self.objective: Objective = NextTokens(model)
         if stages is None:
@@ -97,6 +98,12 @@ class Transformer(nn.Module):
             for depth in stage.ahead:
                 mtp_layer = MtpLayer(model, depth, parts)
                 self.ahead.hold(depth - 1, mtp_layer)
+
+    def require_peers(self) -> None:
+        """Fail if a rank gave no signal in an exchange of projections, as far as the host knows without a wait."""
+        self.tp_projections.require_peers()
+        if self.heads_in_exchanges is not None:
+            self.heads_in_exchanges.require_peers()
 
     def begin(
         self,

@@ -121,7 +121,7 @@ class Executor:
         known once its report has been read."""
         for dispatcher in self.symmetric:
             dispatcher.arena.require_peers()
-        self.model.tp_projections.require_peers()
+        self.model.require_peers()
 
     @contextmanager
     def observed_by(self, *observers: Around) -> Iterator[None]:

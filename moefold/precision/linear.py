@@ -131,8 +131,9 @@ class Linear(DeclaringModule):
         return weight, bias * self.bias_factor
 
     def unflatten_outputs(self, y: Tensor) -> Tensor:
-        outputs = self.weight.shape[:-1]
-        return y.unflatten(-1, outputs)
+        """Outputs of several sizes; of the first, heads for example, a product may give a share."""
+        _, *inner, _ = self.weight.shape
+        return y.unflatten(-1, (-1, *inner))
 
 
 class LinearGroup(DeclaringModule):

@@ -36,7 +36,7 @@ from moefold.data.run_corpus import open_corpus, tokenizer_of_run
 from moefold.data.sequences import Sequences
 from moefold.data.tokenizer import Tokenizer
 from moefold.dispatch.build import build_dispatcher, choose_dispatcher
-from moefold.dispatch.projection_arena import build_tiled_projections
+from moefold.dispatch.projection_arena import build_tiled_heads, build_tiled_projections
 from moefold.dispatch.room_sizes import tokens_per_rank
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
@@ -50,7 +50,9 @@ from moefold.memory.choose import attach_configured_policies
 from moefold.memory.graphs import StepGraph, make_step_graph
 from moefold.memory.host_experts import fetch_experts, hold_experts_on_host
 from moefold.memory.static_graphs import StaticGraphs, make_static_graphs
+from moefold.model.attention.attention_base import HeadsOverTp
 from moefold.model.attention.context_parallel import choose_context_mechanisms
+from moefold.model.heads_in_exchanges import HeadsInExchanges
 from moefold.model.initialise import allocate_parameters, fill_parameters, initialise_parameters
 from moefold.model.objective import Preferences
 from moefold.model.parts import ModelParts
@@ -415,8 +417,9 @@ def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> Mod
     contexts = choose_context_mechanisms(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
     over_tp = make_tp_projections(config, world, kernels)
+    heads = make_heads_in_exchanges(config, world, kernels, over_tp)
     row_chunks = config.parallel.row_chunks
-    return ModelParts(world, kernels, dispatcher, contexts, over_tp, longest_row(config, world), row_chunks)
+    return ModelParts(world, kernels, dispatcher, contexts, over_tp, longest_row(config, world), row_chunks, heads)
 
 
 def make_tp_projections(config: Config, world: World, kernels: BoundKernels) -> TpProjections:
@@ -428,6 +431,15 @@ def make_tp_projections(config: Config, world: World, kernels: BoundKernels) -> 
         return by_collectives
     tiled = build_tiled_projections(config, kernels, world)
     return ProjectionsInExchanges(tiled, tokens_per_rank(config), by_collectives)
+
+
+def make_heads_in_exchanges(
+    config: Config, world: World, kernels: BoundKernels, over_tp: TpProjections
+) -> HeadsInExchanges | None:
+    if "heads" not in config.parallel.tiles:
+        return None
+    tiled = build_tiled_heads(config, kernels, world)
+    return HeadsInExchanges(tiled, tokens_per_rank(config), HeadsOverTp(over_tp))
 
 
 def longest_row(config: Config, world: World) -> int:

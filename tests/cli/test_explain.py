@@ -15,6 +15,7 @@ from moefold.cli.explain import (
     FP8_EXPERT_OPS,
     FP8_OPS,
     FP8_STORAGE_OPS,
+    HEAD_OPS,
     MICRO_OPS,
     PEER_OPS,
     PROJECTION_OPS,
@@ -277,12 +278,15 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     assert "parallel.tiles" not in direct["beside_exchanges"]
     tiled = explained("tiny", "--nproc", "2", "--parallel.tp", "2", "--parallel.tiles", "projections")
     assert set(tiled["kernels"]) == USED | PROJECTION_OPS
+    tiled = explained("tiny", "--nproc", "2", *SWAPPED_HEADS)
+    assert set(tiled["kernels"]) == USED | HEAD_OPS
     dpo = explained("tiny", "--train.objective", "dpo", *PREFERENCES)
     assert set(dpo["kernels"]) == USED - {"cross_entropy"} | {"token_losses"}
     assert "a frozen copy of the first weights" in dpo["objective"]
     assert "longer preferences are refused" in dpo["packing"]
 
 
+SWAPPED_HEADS = ["--parallel.cp=2", "--parallel.context=all_to_all", "--parallel.tiles=heads"]
 SENT_DIRECTLY = ["--parallel.ep=2", "--parallel.dispatcher=symmetric", "--parallel.tiles=experts"]
 
 
@@ -306,7 +310,7 @@ def test_projections_inside_exchanges_are_named_with_their_kernels_and_the_other
         "(multiply_gathered: reference)"
     )
     assert inside[1] == "sums scattered behind attention.out, moe.shared.down (scatter_products: reference)"
-    assert inside[2] == "references multiply behind the exchange, not while rows travel"
+    assert inside[2] == "references exchange and multiply one behind the other, not while rows travel"
     latent = ["--parallel.tp=2", "--parallel.tiles=projections", "--parallel.tile_senders=4"]
     config = resolve_recipe("deepseek-v3-tiny", latent, 2)
     kernels = {op: {"implementation": "triton"} for op in PROJECTION_OPS}
@@ -315,6 +319,16 @@ def test_projections_inside_exchanges_are_named_with_their_kernels_and_the_other
     assert tiles["inside"][0] == "rows gathered before dense.gate_up, moe.shared.gate_up (multiply_gathered: triton)"
     assert tiles["inside"][2] == "4 programs of a kernel send, all others multiply"
     assert tiles["apart"][0] == "latents of attention, which are narrow and read by several products"
+
+
+def test_heads_inside_exchanges_are_told_with_their_kernels(explained: Any):
+    tiles = explained("tiny", *SWAPPED_HEADS, "--nproc", "2")["tiles"]
+    assert tiles["inside"][:2] == [
+        "heads sent behind attention.query, attention.key, attention.value (project_to_heads: reference)",
+        "heads gathered before attention.out (project_from_heads: reference)",
+    ]
+    assert tiles["inside"][3].startswith("0.5 MiB of rooms of a rank, for 512 rows of 2 ranks")
+    assert tiles["apart"] == ["passes without backward, such as validation"]
 
 
 UNFUSED = {

@@ -27,7 +27,9 @@ PREFERENCES = (
 SYMMETRIC = "--parallel.ep=2 --parallel.dispatcher=symmetric"
 CHUNKS = "--parallel.ep=2 --parallel.row_chunks=2"
 TILES = f"{SYMMETRIC} --parallel.tiles=experts"
+LATENTS = "--model.attention.kind=mla --model.attention.qk_norm=none --model.attention.kv_heads=4"
 PROJECTIONS = "--parallel.tp=2 --parallel.tiles=projections"
+HEADS = "--parallel.cp=2 --parallel.context=all_to_all --parallel.tiles=heads"
 CLONES = "--parallel.ep=2 --parallel.clone_slots=2 --parallel.dispatcher=dedup"
 IN_STEP = "--pipeline.pair=true --pipeline.pairs=alike"
 
@@ -117,11 +119,28 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "projections inside exchanges have tensor-parallel ranks": [
         ("--parallel.tiles=projections", 1, "parallel.tiles = projections, parallel.tp = 1"),
     ],
+    "heads inside exchanges have ranks that swap them": [
+        ("--parallel.cp=2 --parallel.context=ring --parallel.tiles=heads", 2, "parallel.context = ring"),
+        ("--parallel.tiles=heads", 1, "parallel.tiles = heads, parallel.context = auto, parallel.cp = 1"),
+    ],
+    "heads inside exchanges are not cut by tensor parallelism": [(f"{HEADS} --parallel.tp=2", 4, "parallel.tp = 2")],
+    "heads inside exchanges are of grouped-query attention": [
+        (f"{HEADS} {LATENTS}", 2, "model.attention.kind = mla"),
+        (f"{HEADS} --model.attention.qk_norm=full", 2, "model.attention.qk_norm = full"),
+    ],
+    "heads inside exchanges have shares of key/value heads": [
+        (f"{HEADS} --model.attention.kv_heads=1", 2, "model.attention.kv_heads = 1, parallel.cp = 2"),
+    ],
+    "heads inside exchanges are swapped once": [(f"{HEADS} --memory.recompute=sar", 2, "memory.recompute = sar")],
     "projections inside exchanges are plain": [
+        (f"{HEADS} --precision.recipe=fp8_block", 2, "parallel.tiles = heads, precision.recipe = fp8_block"),
         (f"{PROJECTIONS} --precision.recipe=fp8_block", 2, "precision.recipe = fp8_block"),
         (f"{PROJECTIONS} --precision.tp_sums=fp8", 2, "precision.tp_sums = fp8"),
     ],
-    "projections inside exchanges have no adapters": [(f"{PROJECTIONS} --lora.rank=4", 2, "lora.rank = 4")],
+    "projections inside exchanges have no adapters": [
+        (f"{PROJECTIONS} --lora.rank=4", 2, "lora.rank = 4"),
+        (f"{HEADS} --lora.rank=4", 2, "lora.rank = 4"),
+    ],
     "projections inside exchanges are of one pass at a time": [
         (f"{PROJECTIONS} --pipeline.pair=true", 2, "pipeline.pair = true"),
         (f"{PROJECTIONS} --pipeline.schedule=dualpipe_v --pipeline.vpp=2", 2, "pipeline.schedule = dualpipe_v"),

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.run import Config
 from moefold.dispatch.room_sizes import (
     AnnouncedSizes,
     ArenaRows,
     arena_bytes,
     flags_of_sender,
+    head_room,
     projection_room,
     room_bytes,
     room_in_words,
@@ -50,9 +52,14 @@ def test_choices_of_narrow_tokens_have_room_too():
     assert places + weights + counts <= room_bytes(ArenaRows(200, 400), announced, 4) <= places + weights + counts + 512
 
 
+def counted_buffers(config: Config) -> float:
+    [of_stage] = plan_memory(config, 4)
+    return of_stage.buffers
+
+
 def test_the_planner_counts_rooms_among_its_buffers():
-    [symmetric], [dedup] = (plan_memory(resolve(*keys), 4) for keys in ((), ("--parallel.dispatcher=dedup",)))
-    assert symmetric.buffers - dedup.buffers == arena_bytes(resolve(), 2)
+    symmetric, dedup = resolve(), resolve("--parallel.dispatcher=dedup")
+    assert counted_buffers(symmetric) - counted_buffers(dedup) == arena_bytes(symmetric, 2)
 
 
 def test_rooms_of_projections_hold_the_rows_of_a_microbatch_and_the_planner_counts_them():
@@ -63,5 +70,14 @@ def test_rooms_of_projections_hold_the_rows_of_a_microbatch_and_the_planner_coun
     assert room.room_bytes == 2 * 1024 * 2048 * 2
     words = 2 * (1 + flags_of_sender(1024, 2048)) * 8
     assert words + 2 * room.room_bytes <= room.arena_bytes < words + 2 * room.room_bytes + 512
-    [with_rooms], [without] = (plan_memory(config, 4) for config in (inside, outside))
-    assert with_rooms.buffers - without.buffers == room.arena_bytes
+    assert counted_buffers(inside) - counted_buffers(outside) == room.arena_bytes
+
+
+def test_rooms_of_heads_hold_queries_keys_and_values_of_a_microbatch_and_the_planner_counts_them():
+    layout = ["--parallel.cp=4", "--parallel.context=all_to_all", "--parallel.dispatcher=auto"]
+    inside, outside = (resolve(*layout, f"--parallel.tiles={tiles}") for tiles in ("heads", ""))
+    room = head_room(inside, 2)
+    assert room.rows == 4096 // 4
+    assert room.room_bytes == 4096 * (8 + 1 + 1) * 128 * 2, "all rows of a rank's heads"
+    assert room.flags == flags_of_sender(1024, 8 * 128) + 2 * flags_of_sender(1024, 128)
+    assert counted_buffers(inside) - counted_buffers(outside) == room.arena_bytes

@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 from moefold.comm.arena import SharedArena
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.errors import RunFailure
+from moefold.dispatch.room_sizes import flags_of_heads
 from moefold.dispatch.tiled_experts import signals_of_arena
-from moefold.dispatch.tiled_heads import TiledHeads, flags_of_heads
+from moefold.dispatch.tiled_heads import TiledHeads
 from moefold.kernels.linear.swapped_products import project_from_heads, project_to_heads
 from moefold.layout.axes import World
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads

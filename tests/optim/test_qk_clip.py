@@ -37,10 +37,14 @@ def configuration(attention: AttentionConfig, optim: OptimConfig, parallel: Para
     return replace(config, model=replace(config.model, attention=attention), optim=optim)
 
 
+def assemble_whole(config: Config) -> Run:
+    return assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+
+
 def made(attention: AttentionConfig, threshold: float) -> Run:
     """A run in which one head of the second layer is driven to large logits, and whose steps hardly move weights."""
     config = configuration(attention, OptimConfig(rule="muon", lr=1e-9, warmup=0, weight_decay=0.0, qk_clip=threshold))
-    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+    run = assemble_whole(config)
     with torch.no_grad():
         run.model.get_parameter("blocks.1.attention.query.weight")[2] *= 300.0
     return run
@@ -117,7 +121,7 @@ def test_no_logit_above_the_threshold_changes_nothing():
 def test_logits_are_looked_at_once_in_training_and_never_in_recompute_validation_or_samples(recompute: tuple[str, ...]):
     config = configuration(KINDS["latent"], OptimConfig(qk_clip=50.0))
     config = replace(config, memory=replace(config.memory, recompute=recompute))
-    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+    run = assemble_whole(config)
     calls: list[str] = []
     for name, module in run.qk_clip.layers.items():
         watch = watch_of(module)
@@ -146,11 +150,16 @@ LAYOUTS = [
     (ParallelConfig(tp=2, cp=2, context="all_to_all"), "one key head for each"),
     (ParallelConfig(pp=2, cp=2, context="all_gather"), "shared key heads"),
     (ParallelConfig(cp=4, context="hierarchical"), "shared key heads"),
+    (ParallelConfig(cp=4, context="all_to_all", tiles=("heads",)), "one key head for each"),
 ]
 
 
 @pytest.mark.extended
 def test_layouts_agree_with_one_rank_where_all_heads_are_clipped():
-    optim = OptimConfig(rule="muon", lr=1e-2, warmup=0, qk_clip=0.05, max_norm=1e9, eps=1e-3)
+    threshold = 1e-3
+    optim = OptimConfig(rule="muon", lr=1e-2, warmup=0, qk_clip=threshold, max_norm=1e9, eps=1e-3)
+    for kind in {kind for _, kind in LAYOUTS}:
+        logits = largest_logits(assemble_whole(configuration(KINDS[kind], optim)))
+        assert torch.stack(list(logits.values())).min() > 2 * threshold
     found = differences([configuration(KINDS[kind], optim, parallel) for parallel, kind in LAYOUTS])
     assert not found, "\n".join(found)

@@ -152,6 +152,7 @@ parallel.ep=2 parallel.row_chunks=2
 
 parallel.tp=2 parallel.tiles=projections
 parallel.tp=2 parallel.ep=2 parallel.dispatcher=symmetric parallel.tiles=experts,projections
+parallel.cp=2 parallel.context=all_to_all parallel.tiles=heads
 
 parallel.ep=2 parallel.dispatcher=dedup parallel.clone_slots=2
 parallel.ep=2 parallel.dispatcher=dedup parallel.clone_slots=1 parallel.clone_decision=previous

@@ -18,15 +18,15 @@ from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.past_keys import PastKeys, Positions
 from moefold.layout.placement import sharded_over_tp
-from moefold.model.attention.context_parallel import Attend, JoinHeads
+from moefold.model.attention.context_parallel import Attend, JoinHeads, share_of_sinks
 from moefold.model.attention.logit_watch import LogitWatch
 from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
 from moefold.model.initialise import output_std
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Region
+from moefold.model.steps import AnyFunction, Region
 from moefold.model.token_layout import TokenShard
-from moefold.precision.linear import Linear
+from moefold.precision.linear import Linear, LinearGroup, TpProjections
 
 
 class HeadVectors(NamedTuple):
@@ -37,6 +37,27 @@ class HeadVectors(NamedTuple):
     v: Tensor
 
 
+class HeadsOverTp:
+    """Heads are cut over tp alone: each rank has its heads at the positions of its cp rank."""
+
+    def __init__(self, tp_projections: TpProjections):
+        self.tp_projections = tp_projections
+
+    def to_heads(
+        self, h_TD: Tensor, layers: LinearGroup, around: AnyFunction, shard: TokenShard
+    ) -> tuple[list[Tensor], TokenShard]:
+        projected = self.tp_projections.gather(h_TD, layers, around)
+        by_sequence = (shard.sequences, -1)
+        return [x_CHD.unflatten(0, by_sequence) for x_CHD in projected], shard
+
+    def from_heads(self, y_BSN: Tensor, layer: Linear, around: AnyFunction, shard: TokenShard) -> Tensor:
+        y_CN = y_BSN.flatten(0, 1)
+        return self.tp_projections.scatter(y_CN, layer, around)
+
+    def require_peers(self) -> None:
+        """Those of tp are asked for theirs by themselves."""
+
+
 class AttentionBase(DeclaringModule):
     out: Linear
 
@@ -45,7 +66,7 @@ class AttentionBase(DeclaringModule):
         a = model.attention
         tp = self.world.axis("tp")
         self.tp = tp
-        self.tp_projections = parts.tp_projections  # of all tokens of this cp rank, and sums over all heads
+        self.head_projections = parts.heads_in_exchanges or HeadsOverTp(parts.tp_projections)
         self.layer = layer
         width = a.head_dim
         self.scale = softmax_scale(width, a.rope)
@@ -96,13 +117,18 @@ class AttentionBase(DeclaringModule):
         return Linear(world, inputs, outputs, bias=bias, std=std, placement=by_input)
 
     def attend(self, heads: HeadVectors, shard: TokenShard) -> Tensor:
-        """(T, D): what the context mechanism gives for each token, its heads joined and projected back."""
+        """(T, D): what the context mechanism gives for each token, its heads joined and projected back. `shard`: of the
+        positions that the heads are of."""
         q, k, v = heads
         scale = self.scale
         window = self.window
         begins_BS = shard.begins_BS
         sinks = self.sinks
         watch = self.logit_watch if self.training else None
+        among = shard.head_axis
+        if among.size > 1:
+            sinks = share_of_sinks(sinks, among)
+            watch = watch and watch.share(among.index, among.size)
         ranks = shard.cp.size
         attend = self.attend_over[ranks]
         if watch is not None:
@@ -112,8 +138,7 @@ class AttentionBase(DeclaringModule):
             else:
                 attend = partial(attend, watch=watch)  # to note logits where queries meet the keys of other ranks
         y_BSN = self.core(attend, q, k, v, scale, window, sinks, begins_BS)
-        y_CN = y_BSN.flatten(0, 1)
-        return self.tp_projections.scatter(y_CN, self.out, self.out_region)
+        return self.head_projections.from_heads(y_BSN, self.out, self.out_region, shard)
 
     def keep_prompt(self, shard: TokenShard, *made: Tensor) -> None:
         """Where text is generated, keep what this layer made of the prompts' positions."""
@@ -132,10 +157,11 @@ class AttentionBase(DeclaringModule):
         attend(y_BHV, *inputs, past.position, past.begin_B, self.scale, self.sinks)
         return y_BHV
 
-    def project_out(self, y_BHV: Tensor) -> Tensor:
+    def project_out(self, y_BHV: Tensor, shard: TokenShard) -> Tensor:
         """(B, D): heads of one position joined and projected back to the stream."""
-        y_BN = y_BHV.flatten(1)
-        return self.tp_projections.scatter(y_BN, self.out, self.out_region)
+        y_B1HV = y_BHV.unsqueeze(1)
+        y_B1N = y_B1HV.flatten(2)
+        return self.head_projections.from_heads(y_B1N, self.out, self.out_region, shard)
 
     def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
         """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its

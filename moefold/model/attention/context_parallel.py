@@ -191,9 +191,7 @@ class SwappedAttention:
         q = swap.positions_to_heads(q_BsHD)
         k = swap.positions_to_heads(k_BskD)
         v = swap.positions_to_heads(v_BskV)
-        if sink_H is not None:
-            shares = sink_H.chunk(axis.size)
-            sink_H = shares[axis.index]
+        sink_H = share_of_sinks(sink_H, axis)
         if watch is not None:
             watch = watch.share(axis.index, axis.size)
         return self.attend_whole(q, k, v, scale, window, sink_H, begins_BS, watch)
@@ -215,6 +213,14 @@ class SwappedAttention:
         of_axis = held[self.first : end]
         order = order_by_position(of_axis)
         return HeadSwap(self.axis, order)
+
+
+def share_of_sinks(sink_H: Tensor | None, axis: Axis) -> Tensor | None:
+    """Those of this rank's heads, of the heads that the ranks of an axis share."""
+    if sink_H is None:
+        return None
+    shares = sink_H.chunk(axis.size)
+    return shares[axis.index]
 
 
 def replicate_heads(x_BsGD: Tensor, axis: Axis, heads: int) -> Tensor:
@@ -494,9 +500,11 @@ CONTEXT_MECHANISMS: dict[str, MakeMechanism] = {
 
 
 def choose_context_mechanisms(name: str, kernels: BoundKernels, world: World) -> dict[int, ContextMechanism]:
-    """By the number of ranks that share a sequence."""
-    sizes = world.context_axes
-    return {size: choose_context_mechanism(name, kernels, world, size) for size in sizes}
+    """By the number of ranks that share a sequence: one too, which projections may leave whole sequences to."""
+    mechanisms: dict[int, ContextMechanism] = {1: WholeHeads(kernels[attention])}
+    for size in world.context_axes:
+        mechanisms[size] = choose_context_mechanism(name, kernels, world, size)
+    return mechanisms
 
 
 def choose_context_mechanism(

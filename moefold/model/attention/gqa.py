@@ -79,11 +79,9 @@ class GroupedQueryAttention(AttentionBase):
         return norm(all_heads, eps, parts)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        projected = self.tp_projections.gather(h_TD, self.projections, self.gather_region)
-        by_sequence = (shard.sequences, -1)
-        by_head = [x_CHD.unflatten(0, by_sequence) for x_CHD in projected]
+        by_head, held = self.head_projections.to_heads(h_TD, self.projections, self.gather_region, shard)
         heads = HeadVectors(*by_head)
-        q, k, v = self.norm_and_rope(heads, shard)
+        q, k, v = self.norm_and_rope(heads, held)
         if self.shares_kv_heads:
             k = self.head_of_rank(k)
             v = self.head_of_rank(v)
@@ -92,10 +90,10 @@ class GroupedQueryAttention(AttentionBase):
             made = (k[:, 0], v[:, 0])
             width = v.shape[-1]
             y_BHV = self.attend_to_past(q[:, 0], made, width, past)
-            return self.project_out(y_BHV)
-        self.keep_prompt(shard, k, v)
+            return self.project_out(y_BHV, held)
+        self.keep_prompt(held, k, v)
         seen = HeadVectors(q, k, v)
-        return self.attend(seen, shard)
+        return self.attend(seen, held)
 
     def head_of_rank(self, x_BSGD: Tensor) -> Tensor:
         """The key or value head that this rank's queries share, of all heads. A copy: the others are freed."""

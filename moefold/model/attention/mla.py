@@ -115,7 +115,7 @@ class LatentAttention(AttentionBase):
             query_source_T, latent_T, k_rope_T = latents
             q, latent_BS, k_rope = self.queries_and_latents(query_source_T, latent_T, k_rope_T, shard)
             y_BHV = self.attend_to_latents(q, latent_BS, k_rope, past)
-            return self.project_out(y_BHV)
+            return self.project_out(y_BHV, shard)
         project = self.norm_and_project_up
         projected = self.up_region(project, *latents, shard)
         heads = HeadVectors(*projected)

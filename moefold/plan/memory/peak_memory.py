@@ -18,7 +18,7 @@ from typing import NamedTuple
 from moefold.anatomy.visiting_states import visiting_bytes
 from moefold.anatomy.weight_units import size_of_buffers
 from moefold.config.run import BLOCK_TYPES, Config
-from moefold.dispatch.room_sizes import arena_bytes, projection_room
+from moefold.dispatch.room_sizes import arena_bytes, head_room, projection_room
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.memory.base_bytes import pieces_of_rank, weight_bytes
 from moefold.plan.memory.context_rows import settings_of_rows
@@ -343,6 +343,8 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
         size += arena_bytes(s.config, int(wide))
     if "projections" in s.parallel.tiles:
         size += projection_room(s.config, int(wide)).arena_bytes
+    if "heads" in s.parallel.tiles:
+        size += head_room(s.config, int(wide)).arena_bytes
     return size
 
 
