@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests.support.extended import mark_extended
+from tests.support.interpreter import patch_once_per_launch
 
 if not torch.cuda.is_available():  # before any test imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    patch_once_per_launch()
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from importlib import import_module
 
 from moefold.cli.rank_starter import import_all
+from tests.support.interpreter import patch_once_per_launch
 
 MODULES = (
     *("pytest", "hypothesis", "torch.distributed.checkpoint"),
     *("moefold.train.parity", "moefold.layout.process_groups"),
 )
 
+patch_once_per_launch()
 for name in MODULES:
     import_module(name)
 import_all()
