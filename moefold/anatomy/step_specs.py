@@ -577,10 +577,21 @@ def prefixed_mtp_steps(model: ModelConfig) -> Iterator[PrefixedStep]:
 def prefixed_model_steps(model: ModelConfig) -> Iterator[PrefixedStep]:
     """Every step from tokens to the loss, with the prefix of its parameters' names; without multi-token prediction."""
     yield "", embed_step(model)
-    for layer in range(model.layers):
-        for step in block_step_specs(model, layer):
-            yield f"blocks.{layer}.", step
+    for layer, steps in enumerate(steps_of_layers(model)):
+        prefix = f"blocks.{layer}."
+        for step in steps:
+            yield prefix, step
     yield "", predict_step(model)
+
+
+def steps_of_layers(model: ModelConfig) -> Iterator[list[StepSpec]]:
+    """Those of each layer in turn. Layers that are alike share theirs: a model has many layers of few kinds."""
+    known: dict[tuple[bool, int], list[StepSpec]] = {}
+    for layer in range(model.layers):
+        kind = is_moe_layer(model, layer), sliding_window_of(model, layer)
+        if kind not in known:
+            known[kind] = block_step_specs(model, layer)
+        yield known[kind]
 
 
 def prefixed_steps(model: ModelConfig) -> list[PrefixedStep]:

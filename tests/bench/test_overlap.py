@@ -14,6 +14,7 @@ from moefold.bench.overlap import OVERLAP_WAYS, exposed_seconds, measure_overlap
 from moefold.cli.main import run_command_line
 from moefold.layout.axes import World
 from moefold.observe.trace import TraceEvent
+from tests.support.machine_speed import slowness
 from tests.support.ranks import run_ranks
 
 
@@ -36,10 +37,9 @@ def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_pat
     assert {e["cat"] for e in events} == {"compute", "comm"}
 
 
-def best_exposed_share(world: World) -> float:
+def best_exposed_share(world: World, delay: float) -> float:
     """Of the exchanges of a step of four row chunks with shared experts, the exposed share: the least of a few steps,
-    from which other processes of the machine have taken the least."""
-    delay = 0.04
+    from which other processes of the machine have taken the least. `delay`: seconds of an exchange of all rows."""
     config = OVERLAP_WAYS["one after the other, 4 row chunks, with shared experts"].changed(
         overlap_config(1, is_narrow=True)
     )
@@ -47,7 +47,7 @@ def best_exposed_share(world: World) -> float:
     rows = config.data.seq_len * config.model.moe.top_k
     shares: list[float] = []
     with slowed_all_to_all(delay, rows) as exchanges:
-        for _ in range(3):
+        for _ in range(5):
             seconds, _ = measure_overlap(config, world, exchanges, 2 * delay)
             sent = [event.end - event.start for event in exchanges.events]
             shares.append(seconds["exposed"] / sum(sent))
@@ -56,7 +56,9 @@ def best_exposed_share(world: World) -> float:
 
 @pytest.mark.alone
 def test_shared_experts_and_row_chunks_hide_seven_tenths_of_exchanges_as_long_as_their_compute():
-    for exposed in run_ranks(best_exposed_share, 2, ep=2):
+    """Exchanges and compute take as long as they do beside the host's own work on a machine of usual speed."""
+    delay = 0.06 * slowness()
+    for exposed in run_ranks(best_exposed_share, 2, delay, ep=2):
         assert exposed <= 0.3, f"{1 - exposed:.0%} hidden"
 
 

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from moefold.config.run import Config
 from moefold.layout.spawn import find_free_port
 from moefold.presets.zoo import PRESETS
 from moefold.version import __version__
-from tests.support.machine_speed import slowness
+from tests.support.machine_speed import least_seconds
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -62,18 +63,16 @@ QUICK = {
 @pytest.mark.parametrize("what", QUICK)
 def test_the_answer_comes_within_a_second_and_without_torch(what: str):
     """A second on a machine of usual speed."""
-    words, code = QUICK[what]
-    limit = slowness()
-    best = 99.0
-    for _ in range(3):
-        begun = time.perf_counter()
-        done = start(*words, runner=True)
-        best = min(best, time.perf_counter() - begun)
-        assert done.returncode == code, done.stderr
-        assert done.stderr.splitlines()[-1] == "no torch"
-        if best < limit:
-            break
-    assert best < limit, f"{best:.2f} s at best of three; at most {limit:.2f} on this machine"
+    assert least_seconds(partial(seconds_to_answer, *QUICK[what]), 1.0) < 1.0
+
+
+def seconds_to_answer(words: list[str], code: int) -> float:
+    begun = time.perf_counter()
+    done = start(*words, runner=True)
+    taken = time.perf_counter() - begun
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1] == "no torch"
+    return taken
 
 
 def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]):
