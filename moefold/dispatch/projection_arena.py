@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,25 +34,25 @@ class SignallingArena(NamedTuple):
 
 def build_tiled_projections(config: Config, kernels: BoundKernels, world: World) -> TiledProjections:
     """Every rank calls this; all succeed, or all of a tp axis raise the same error."""
-    axis = world.axis("tp")
-    require_one_machine(world, axis, PROJECTIONS)
     require_kernels(kernels, multiply_gathered, PROJECTIONS)
-    room = projection_room(config, DTYPES[config.train.precision].itemsize)
-    opened = open_arena(config, world, axis, room, PROJECTIONS)
+    opened = open_arena(config, world, PROJECTIONS, projection_room)
     return TiledProjections(opened.arena, kernels, opened.signals, opened.flags)
 
 
 def build_tiled_heads(config: Config, kernels: BoundKernels, world: World) -> TiledHeads:
     """Every rank calls this; all succeed, or all of a cp axis raise the same error."""
-    axis = world.axis("cp")
-    require_one_machine(world, axis, HEADS)
     require_kernels(kernels, project_to_heads, HEADS)
-    room = head_room(config, DTYPES[config.train.precision].itemsize)
-    opened = open_arena(config, world, axis, room, HEADS)
+    opened = open_arena(config, world, HEADS, head_room)
     return TiledHeads(opened.arena, kernels, opened.signals, opened.flags)
 
 
-def open_arena(config: Config, world: World, axis: Axis, room: ProductRoom, user: ArenaUser) -> SignallingArena:
+def open_arena(
+    config: Config, world: World, user: ArenaUser, find_room: Callable[[Config, int], ProductRoom]
+) -> SignallingArena:
+    axis = world.axis(user.axes)
+    require_one_machine(world, axis, user)
+    number_bytes = DTYPES[config.train.precision].itemsize
+    room = find_room(config, number_bytes)
     patience = config.train.slow_timeout
     if world.device.type == "cpu":
         return SignallingArena(SharedArena(axis, room.room_bytes, patience, user=user))

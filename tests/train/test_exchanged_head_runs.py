@@ -3,29 +3,17 @@ Validation swaps by collectives."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import torch
 
 from moefold.config.rules import check_config
 from moefold.config.run import Config
-from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.model.heads_in_exchanges import HeadsInExchanges
 from moefold.presets.recipe import resolve_recipe
-from moefold.train.assemble import Run, assemble_run
-from moefold.train.evaluate import validation_loss
-from moefold.train.parity import (
-    RankTrace,
-    comparable_config,
-    first_mismatch,
-    random_corpus,
-    single_rank_config,
-    trace_one_step,
-)
+from moefold.train.assemble import Run
+from moefold.train.parity import comparable_config
+from tests.support.exchanged_runs import SeenRuns, mismatch_with_one_rank, see_runs, validating
 from tests.support.ranks import run_ranks
 
 SWAP = "--parallel.context=all_to_all"
@@ -58,30 +46,14 @@ CASES: dict[int, dict[str, str]] = {
         "row chunks, a head a rank": f"{FOUR} --parallel.ep=4 --parallel.row_chunks=2",
     },
 }
-REPEATED = CASES[2].keys()
-
-
-class SeenRun(NamedTuple):
-    """The first step of a rank, the number of its exchanges then and behind a validation, and whether a second run has
-    the same bits."""
-
-    trace: RankTrace
-    exchanges: int
-    afterwards: int
-    repeats: bool
 
 
 def config_of(name: str, ranks: int) -> Config:
     keys = [SWAP, "--parallel.tiles=heads", *CASES[ranks][name].split(), "--train.precision=fp64"]
     config = resolve_recipe("tiny", keys, None)
     config = comparable_config(config, ranks)
-    config = replace(config, train=replace(config.train, validate_sequences=2 * config.train.global_batch))
+    config = validating(config)
     return check_config(config, ranks)
-
-
-def assembled(config: Config, world: World) -> Run:
-    here = create_world(world.rank, world.size, world.device, config.parallel, shard=config.shard)
-    return assemble_run(config, here, Path("."), random_corpus(config))
 
 
 def exchanges_of(run: Run) -> int:
@@ -90,34 +62,16 @@ def exchanges_of(run: Run) -> int:
     return heads.tiled.arena.number
 
 
-def see_runs(world: World) -> dict[str, SeenRun]:
-    seen: dict[str, SeenRun] = {}
-    for name in CASES[world.size]:
-        config = config_of(name, world.size)
-        run = assembled(config, world)
-        trace = trace_one_step(run)
-        exchanges = exchanges_of(run)
-        validation_loss(run)
-        repeats = True
-        if name in REPEATED:
-            again = trace_one_step(assembled(config, world))
-            repeats = all(torch.equal(one.values, other.values) for one, other in zip(trace, again, strict=True))
-        seen[name] = SeenRun(trace, exchanges, exchanges_of(run), repeats)
-    return seen
-
-
 @cache
-def on_ranks(ranks: int) -> list[dict[str, SeenRun]]:
-    return run_ranks(see_runs, ranks)
+def on_ranks(ranks: int) -> list[SeenRuns]:
+    configs = {name: config_of(name, ranks) for name in CASES[ranks]}
+    return run_ranks(see_runs, ranks, configs, exchanges_of, ranks == 2)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
 def test_losses_gradients_and_weights_are_those_of_one_rank_twice_the_same_bits(ranks: int, name: str):
-    alone = single_rank_config(config_of(name, ranks))
-    alone = replace(alone, train=replace(alone.train, micro_batch=1))
-    expected = trace_one_step(assembled(alone, single_rank_world()))
     seen = [runs[name] for runs in on_ranks(ranks)]
-    assert not first_mismatch(expected, [each.trace for each in seen], 1e-9)
+    assert not mismatch_with_one_rank(config_of(name, ranks), [each.trace for each in seen])
     assert all(each.repeats for each in seen)
 
 
