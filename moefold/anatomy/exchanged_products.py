@@ -10,18 +10,14 @@ from moefold.anatomy.products import model_products
 from moefold.config.open_names import ATTENTION_NAMES
 from moefold.config.run import Config, ModelConfig
 
-GATHERED = {  # by the kind of attention
-    "gqa": ("attention.query", "attention.key", "attention.value"),
-    "mla": (),
-}
+QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
+GATHERED = {"gqa": QUERY_KEY_VALUE, "mla": ()}  # by the kind of attention
+OUT = "attention.out"
 MLPS = ("dense.", "moe.shared.")
 WHOLE = "moe.shared.gate"  # on every rank, for its own tokens
-HEAD = "embedding and head"
+VOCABULARY = "embedding and head"
 LATENTS = "latents of attention, which are narrow and read by several products"
 OTHERS = "attention of another package, as it likes"
-
-
-OUT = "attention.out"
 
 
 class ExchangedProducts(NamedTuple):
@@ -43,7 +39,7 @@ class ProductsOfOp(NamedTuple):
 def products_in_exchanges(config: Config) -> tuple[list[ProductsOfOp], list[str]]:
     """The products of each op, those without any left out, and what goes by collectives, in words."""
     if "heads" in config.parallel.tiles:
-        to_heads = ProductsOfOp("project_to_heads", "heads sent behind", GATHERED["gqa"])
+        to_heads = ProductsOfOp("project_to_heads", "heads sent behind", QUERY_KEY_VALUE)
         from_heads = ProductsOfOp("project_from_heads", "heads gathered before", (OUT,))
         return [to_heads, from_heads], []
     products = exchanged_products(config)
@@ -73,4 +69,4 @@ def reasons_apart(model: ModelConfig) -> list[str]:
         reasons.append(LATENTS)
     if kind not in ATTENTION_NAMES.builtin:
         reasons.append(OTHERS)
-    return [*reasons, HEAD]
+    return [*reasons, VOCABULARY]

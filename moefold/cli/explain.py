@@ -191,7 +191,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "beside_exchanges": work_beside_exchanges(config, kernels),
         "tiles": tiles_in_exchanges(config, kernels, facts),
         "kernels": kernels,
-        "regions": describe_regions(model, kernels),
+        "regions": describe_regions(config, kernels),
         "recompute": describe_recompute(config, ranks),
         "experts_on_host": describe_host_experts(config, ranks),
         "stash": describe_stash(config, ranks),
@@ -324,13 +324,17 @@ def describe_saves(config: Config, ranks: int) -> Description | None:
     }
 
 
-def describe_regions(model: ModelConfig, kernels: Mapping[str, KernelChoice]) -> Description:
+def describe_regions(config: Config, kernels: Mapping[str, KernelChoice]) -> Description:
     """The memory regions that the model has, with their places, and those that it lacks, with the reasons."""
     names = {op: choice["implementation"] for op, choice in kernels.items()}
+    absent = absent_regions(config.model, names)
+    if "heads" in config.parallel.tiles:
+        absent["swap"] = "heads arrive inside the projection back (parallel.tiles heads)"
     present: Description = {}
-    for name, region in regions_of(model, names).items():
-        present[name] = {"place": region.place, "meaning": region.meaning}
-    return {"present": present, "absent": absent_regions(model, names)}
+    for name, region in regions_of(config.model, names).items():
+        if name not in absent:
+            present[name] = {"place": region.place, "meaning": region.meaning}
+    return {"present": present, "absent": absent}
 
 
 def describe_recompute(config: Config, ranks: int) -> Description | None:
@@ -562,10 +566,9 @@ def tiles_in_exchanges(
     kernels: Mapping[str, KernelChoice],
     facts: Facts,
 ) -> Mapping[str, Sequence[str]] | None:
-    """Projections whose tiles are multiplied while rows travel, by which kernels, and what goes by collectives; None
-    where all does."""
+    """Dense products whose tiles are multiplied while rows travel, by which kernels, and what goes by collectives; None
+    where all does. A rank has those of projections over tp or those of heads over cp."""
     tiles = set(config.parallel.tiles)
-    find_room = head_room if "heads" in tiles else projection_room
     if tiles.isdisjoint(("projections", "heads")):
         return None
     products, apart = products_in_exchanges(config)
@@ -575,6 +578,7 @@ def tiles_in_exchanges(
         inside.append("references exchange and multiply one behind the other, not while rows travel")
     else:
         inside.append(f"{config.parallel.tile_senders} programs of a kernel send, all others multiply")
+    find_room = head_room if "heads" in tiles else projection_room
     room = find_room(config, BYTES_PER_ELEMENT[facts.dtype])
     rows = room.rows * room.ranks
     inside.append(f"{room.arena_bytes / MIB:,.1f} MiB of rooms of a rank, for {rows} rows of {room.ranks} ranks")

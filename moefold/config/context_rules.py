@@ -36,7 +36,7 @@ def can_swap_heads(c: ConfigOnRanks, ranks: int) -> bool:
 def largest_context_size(c: ConfigOnRanks) -> int:
     """The largest power of two that divides dp x cp."""
     ranks = c.world // (c.parallel.tp * c.parallel.pp)
-    return ranks & -ranks
+    return max(1, ranks & -ranks)
 
 
 @CONTEXT_RULES.rule(

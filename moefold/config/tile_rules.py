@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import format_value
-from moefold.config.memory_regions import parse_offload
+from moefold.config.memory_regions import parse_offload, without_presets
 from moefold.config.memory_rules import layer_count, recomputed_regions
 from moefold.config.precision_rules import recipes_in_use
 from moefold.config.rule import ConfigOnRanks, RuleList
@@ -219,11 +219,16 @@ def exchanged_projections_have_ranks(c: ConfigOnRanks) -> bool:
     return PROJECTIONS not in c.parallel.tiles or c.parallel.tp > 1
 
 
+def swapping_ranks(c: ConfigOnRanks) -> str:
+    fix = "set parallel.context to all_to_all"
+    return fix if c.parallel.cp > 1 else f"{fix} and parallel.cp to 2"
+
+
 @TILE_RULES.rule(
     "heads inside exchanges have ranks that swap them",
     (TILES, "parallel.context", "parallel.cp"),
-    why="heads are swapped for positions by all-to-all context over several ranks alone",
-    fix="set parallel.context to all_to_all and parallel.cp to 2",
+    why="heads are swapped for positions by all-to-all context over several ranks alone, which is to be asked for",
+    fix=swapping_ranks,
 )
 def exchanged_heads_have_ranks(c: ConfigOnRanks) -> bool:
     return HEADS not in c.parallel.tiles or (c.parallel.context == "all_to_all" and c.parallel.cp > 1)
@@ -261,11 +266,16 @@ def exchanged_heads_have_shares(c: ConfigOnRanks) -> bool:
     return HEADS not in c.parallel.tiles or c.model.attention.kv_heads % c.parallel.cp == 0
 
 
+def recompute_without_swap(c: ConfigOnRanks) -> str:
+    others = [entry for entry in without_presets(c.memory.recompute) if entry.partition("@")[0] != "swap"]
+    return f"set memory.recompute to {format_value(tuple(others)) or NONE}"
+
+
 @TILE_RULES.rule(
     "heads inside exchanges are swapped once",
     (TILES, "memory.recompute", "model.layers", "model.mtp"),
     why="heads arrive inside the projection back, which keeps them; there is no swap of its own to run again",
-    fix="set memory.recompute to norm",
+    fix=recompute_without_swap,
 )
 def exchanged_heads_are_swapped_once(c: ConfigOnRanks) -> bool:
     return HEADS not in c.parallel.tiles or "swap" not in recomputed_regions(c)

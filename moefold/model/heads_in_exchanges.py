@@ -8,7 +8,6 @@ Passes without backward, whose rows may be more than the arena has room for, swa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from moefold.dispatch.tiled_heads import TiledHeads
 from moefold.kernels.linear.linear import Recipes
 from moefold.kernels.linear.product import Adapter
+from moefold.model.attention.context_parallel import share_of_heads
 from moefold.model.attention.head_projections import HeadProjections
 from moefold.model.projections_in_exchanges import require_plain
 from moefold.model.token_layout import TokenShard
@@ -41,16 +41,14 @@ class HeadsInExchanges:
         if not takes:
             return self.otherwise.to_heads(h_TD, layers, around, shard)
         by_rank = layers(h_TD, self.multiply_to_heads)
-        by_sequence = [shard.in_sequence_order(x_CHD) for x_CHD in by_rank]
-        return by_sequence, shard.swapped_for_heads()
+        return shard.in_sequence_order(*by_rank), shard.swapped_for_heads()
 
     def from_heads(self, y_BSN: Tensor, layer: Linear, around: AnyFunction, shard: TokenShard) -> Tensor:
         mine = shard.before_swap
         if mine is None:
             return self.otherwise.from_heads(y_BSN, layer, around, shard)
         y_CN = mine.in_rank_order(y_BSN)
-        multiply = partial(self.multiply_from_heads, layer)
-        return around(layer, y_CN, multiply)
+        return around(layer, y_CN, self.multiply_from_heads)
 
     def require_peers(self) -> None:
         self.tiled.arena.require_peers()
@@ -60,23 +58,16 @@ class HeadsInExchanges:
         weights = [weight for weight, _ in layers]
         products = self.tiled.to_heads(h_TD, weights)
         outputs: list[Tensor] = []
+        axis = self.tiled.arena.axis
         for y_CN, (_, bias) in zip(products, layers, strict=True):
-            outputs.append(y_CN if bias is None else y_CN + self.share_of(bias))
+            outputs.append(y_CN if bias is None else y_CN + share_of_heads(bias, axis))
         return tuple(outputs)
 
-    def share_of(self, bias: Tensor) -> Tensor:
-        """That of this rank's heads."""
-        axis = self.tiled.arena.axis
-        shares = bias.chunk(axis.size)
-        return shares[axis.index]
-
     def multiply_from_heads(
-        self, layer: Linear, x_CN: Tensor, layers: Layers, recipes: Recipes, adapters: Sequence[Adapter]
+        self, x_CN: Tensor, layers: Layers, recipes: Recipes, adapters: Sequence[Adapter]
     ) -> Outputs:
         """The bias is added to this rank's rows of the sum."""
         require_plain(recipes, adapters)
-        ((weight, _),) = layers
+        ((weight, bias),) = layers
         y_TD = self.tiled.from_heads(x_CN, weight)
-        if layer.bias is not None:
-            y_TD = y_TD + layer.bias.flatten()
-        return (y_TD,)
+        return (y_TD if bias is None else y_TD + bias,)

@@ -9,7 +9,7 @@ from moefold.dispatch.base import Dispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
 from moefold.model.attention.context_parallel import ContextMechanism
-from moefold.model.attention.head_projections import HeadProjections
+from moefold.model.heads_in_exchanges import HeadsInExchanges
 from moefold.precision.linear import TpProjections
 
 
@@ -27,4 +27,4 @@ class ModelParts:
     tp_projections: TpProjections
     seq_len: int
     row_chunks: int = 1
-    heads_in_exchanges: HeadProjections | None = None
+    heads_in_exchanges: HeadsInExchanges | None = None

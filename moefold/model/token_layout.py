@@ -90,16 +90,21 @@ class TokenShard:
         """The reverse, without gradients: (B, S, ...) of what each rank has for its tokens; `over` is cp x tp."""
         values = x_T.detach()
         gathered = all_gather_no_grad(values, over)
-        return self.in_sequence_order(gathered)
+        (in_order,) = self.in_sequence_order(gathered)
+        return in_order
 
-    def in_sequence_order(self, joined: Tensor) -> Tensor:
-        """(B, S, ...) of what all cp ranks have for their positions, joined: (cp x C, ...)."""
+    def in_sequence_order(self, *joined: Tensor) -> list[Tensor]:
+        """(B, S, ...) of each of what all cp ranks have for their positions, joined: (cp x C, ...)."""
         ranks = self.cp.size
         shape = (ranks, self.sequences, -1)
-        by_cp_rank = joined.unflatten(0, shape)
-        by_sequence = by_cp_rank.transpose(0, 1)
-        as_held = by_sequence.flatten(1, 2)
-        return as_held[:, self.sequence_order]
+        order = self.sequence_order
+        in_order: list[Tensor] = []
+        for x in joined:
+            by_cp_rank = x.unflatten(0, shape)
+            by_sequence = by_cp_rank.transpose(0, 1)
+            as_held = by_sequence.flatten(1, 2)
+            in_order.append(as_held[:, order])
+        return in_order
 
     def in_rank_order(self, x_BS: Tensor) -> Tensor:
         """The reverse: (cp x C, ...) of (B, S, ...)."""

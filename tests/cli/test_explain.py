@@ -329,6 +329,10 @@ def test_heads_inside_exchanges_are_told_with_their_kernels(explained: Any):
     ]
     assert tiles["inside"][3].startswith("0.5 MiB of rooms of a rank, for 512 rows of 2 ranks")
     assert tiles["apart"] == ["passes without backward, such as validation"]
+    rebuilt = explained("tiny", *SWAPPED_HEADS, "--nproc", "2", "--memory.recompute", "core")
+    assert rebuilt["recompute"]["sent_again"] == {}
+    assert "swap" not in rebuilt["regions"]["present"]
+    assert "inside the projection back" in rebuilt["regions"]["absent"]["swap"]
 
 
 UNFUSED = {
@@ -454,7 +458,7 @@ def test_regions_are_listed_with_their_places_and_absent_ones_with_reasons(expla
 
 def test_fused_experts_have_no_activation_region():
     fused = {"expert_mlp": {"implementation": "gluon", "why": ""}}
-    absent = describe_regions(PRESETS["qwen3-30b-a3b"]().model, fused)["absent"]
+    absent = describe_regions(PRESETS["qwen3-30b-a3b"](), fused)["absent"]
     assert "one fused kernel (expert_mlp: gluon)" in absent["activation"]
 
 

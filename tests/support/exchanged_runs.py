@@ -45,20 +45,16 @@ def assembled(config: Config, world: World) -> Run:
     return assemble_run(config, here, Path("."), random_corpus(config))
 
 
-def see_runs(
-    world: World, configs: Mapping[str, Config], exchanges_of: Callable[[Run], int], repeated: bool
-) -> SeenRuns:
-    """On every rank. `repeated`: whether each is run twice."""
+def see_runs(world: World, configs: Mapping[str, Config], exchanges_of: Callable[[Run], int]) -> SeenRuns:
+    """On every rank; each run is begun twice."""
     seen: SeenRuns = {}
     for name, config in configs.items():
         run = assembled(config, world)
         trace = trace_one_step(run)
         exchanges = exchanges_of(run)
         validation_loss(run)
-        repeats = True
-        if repeated:
-            again = trace_one_step(assembled(config, world))
-            repeats = all(torch.equal(one.values, other.values) for one, other in zip(trace, again, strict=True))
+        again = trace_one_step(assembled(config, world))
+        repeats = all(torch.equal(one.values, other.values) for one, other in zip(trace, again, strict=True))
         seen[name] = SeenRun(trace, exchanges, exchanges_of(run), repeats)
     return seen
 

@@ -2,6 +2,7 @@
 
 The interpreter replaces the functions of `triton.language` for a launch. It does so again at each call of a function
 inside the kernel, where nothing is left to be replaced: a look at some thousand names, half the time of a test.
+Launches are one at a time.
 """
 
 from __future__ import annotations
@@ -35,12 +36,11 @@ class PatchOncePerLaunch:
         begins = not self.patched
         scope = self.patch(fn)
         self.patched |= seen
-        return LaunchScope(lambda: self.end(scope, begins))
+        return LaunchScope(lambda: self.end(scope, set(self.patched) if begins else seen))
 
-    def end(self, scope: Any, begins: bool) -> None:
+    def end(self, scope: Any, restored: set[str]) -> None:
         scope.restore()
-        if begins:
-            self.patched.clear()
+        self.patched -= restored
 
 
 def patch_once_per_launch() -> None:

@@ -13,14 +13,14 @@ from moefold.config.run import Config, DataConfig, ModelConfig, MoeConfig, Paral
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World, single_rank_world
-from moefold.model.attention.context_parallel import choose_context_mechanism
+from moefold.model.attention.context_parallel import choose_context_mechanisms
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.norm import ResidualStream
 from moefold.model.parts import ModelParts
 from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
-from moefold.train.assemble import make_tp_projections
+from moefold.train.assemble import make_heads_in_exchanges, make_tp_projections
 
 
 def choices(
@@ -36,11 +36,11 @@ def choices(
     parallel = replace(parallel or ParallelConfig(), **degrees)
     data, train = DataConfig(seq_len=seq_len), TrainConfig(precision="fp32")
     config = Config(model=model, data=data, train=train, parallel=parallel)
-    context = choose_context_mechanism(mechanism_of(parallel), kernels, world)
-    contexts = {world.cp.size: context}
+    contexts = choose_context_mechanisms(mechanism_of(parallel), kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
     over_tp = make_tp_projections(config, world, kernels)
-    return ModelParts(world, kernels, dispatcher, contexts, over_tp, seq_len, parallel.row_chunks)
+    heads = make_heads_in_exchanges(config, world, kernels, over_tp)
+    return ModelParts(world, kernels, dispatcher, contexts, over_tp, seq_len, parallel.row_chunks, heads)
 
 
 def mechanism_of(parallel: ParallelConfig) -> str:

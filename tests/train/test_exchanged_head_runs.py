@@ -3,6 +3,7 @@ Validation swaps by collectives."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -31,6 +32,7 @@ CASES: dict[int, dict[str, str]] = {
             "--parallel.cp=2 --model.attention.qk_norm=none --model.attention.rope_dim=4 --memory.offload=out,norm"
         ),
         "layers run again": "--parallel.cp=2 --memory.recompute=layer",
+        "two sequences at a time, which documents cut": f"--parallel.cp=2 {BIASES} --data.attend=document",
         "documents, look ahead, core and norm rebuilt, deferred": (
             "--parallel.cp=2 --data.attend=document --model.mtp=1 --memory.recompute=core,norm --pipeline.defer=true"
         ),
@@ -52,6 +54,8 @@ def config_of(name: str, ranks: int) -> Config:
     keys = [SWAP, "--parallel.tiles=heads", *CASES[ranks][name].split(), "--train.precision=fp64"]
     config = resolve_recipe("tiny", keys, None)
     config = comparable_config(config, ranks)
+    if name.startswith("two sequences"):
+        config = replace(config, train=replace(config.train, micro_batch=2))
     config = validating(config)
     return check_config(config, ranks)
 
@@ -65,7 +69,7 @@ def exchanges_of(run: Run) -> int:
 @cache
 def on_ranks(ranks: int) -> list[SeenRuns]:
     configs = {name: config_of(name, ranks) for name in CASES[ranks]}
-    return run_ranks(see_runs, ranks, configs, exchanges_of, ranks == 2)
+    return run_ranks(see_runs, ranks, configs, exchanges_of)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])

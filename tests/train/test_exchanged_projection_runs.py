@@ -67,7 +67,7 @@ def exchanges_of(run: Run) -> int:
 @cache
 def on_ranks(ranks: int) -> list[SeenRuns]:
     configs = {name: config_of(name, ranks) for name in CASES[ranks]}
-    return run_ranks(see_runs, ranks, configs, exchanges_of, ranks == 2)
+    return run_ranks(see_runs, ranks, configs, exchanges_of)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])

@@ -18,7 +18,7 @@ from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.past_keys import PastKeys, Positions
 from moefold.layout.placement import sharded_over_tp
-from moefold.model.attention.context_parallel import Attend, JoinHeads, share_of_sinks
+from moefold.model.attention.context_parallel import Attend, JoinHeads, share_of_heads
 from moefold.model.attention.logit_watch import LogitWatch
 from moefold.model.attention.rope_tables import rotary_tables, softmax_scale
 from moefold.model.initialise import output_std
@@ -53,9 +53,6 @@ class HeadsOverTp:
     def from_heads(self, y_BSN: Tensor, layer: Linear, around: AnyFunction, shard: TokenShard) -> Tensor:
         y_CN = y_BSN.flatten(0, 1)
         return self.tp_projections.scatter(y_CN, layer, around)
-
-    def require_peers(self) -> None:
-        """Those of tp are asked for theirs by themselves."""
 
 
 class AttentionBase(DeclaringModule):
@@ -127,7 +124,7 @@ class AttentionBase(DeclaringModule):
         watch = self.logit_watch if self.training else None
         among = shard.head_axis
         if among.size > 1:
-            sinks = share_of_sinks(sinks, among)
+            sinks = None if sinks is None else share_of_heads(sinks, among)
             watch = watch and watch.share(among.index, among.size)
         ranks = shard.cp.size
         attend = self.attend_over[ranks]

@@ -191,7 +191,8 @@ class SwappedAttention:
         q = swap.positions_to_heads(q_BsHD)
         k = swap.positions_to_heads(k_BskD)
         v = swap.positions_to_heads(v_BskV)
-        sink_H = share_of_sinks(sink_H, axis)
+        if sink_H is not None:
+            sink_H = share_of_heads(sink_H, axis)
         if watch is not None:
             watch = watch.share(axis.index, axis.size)
         return self.attend_whole(q, k, v, scale, window, sink_H, begins_BS, watch)
@@ -215,11 +216,9 @@ class SwappedAttention:
         return HeadSwap(self.axis, order)
 
 
-def share_of_sinks(sink_H: Tensor | None, axis: Axis) -> Tensor | None:
-    """Those of this rank's heads, of the heads that the ranks of an axis share."""
-    if sink_H is None:
-        return None
-    shares = sink_H.chunk(axis.size)
+def share_of_heads(x_H: Tensor, axis: Axis) -> Tensor:
+    """What belongs to this rank's heads, of the heads that the ranks of an axis share."""
+    shares = x_H.chunk(axis.size)
     return shares[axis.index]
 
 

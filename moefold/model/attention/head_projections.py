@@ -27,7 +27,3 @@ class HeadProjections(Protocol):
     def from_heads(self, y_BSN: Tensor, layer: Linear, around: AnyFunction, shard: TokenShard) -> Tensor:
         """(T, D): the product over all heads for this rank's rows. `shard`: the positions of `to_heads`."""
         ...
-
-    def require_peers(self) -> None:
-        """Fail if a signal of another rank did not come, as far as the host knows without a wait."""
-        ...

@@ -219,11 +219,21 @@ def reorders_attended(s: RankShapes) -> bool:
 
 def swaps_heads(s: RankShapes) -> bool:
     """Whether the result of attention is swapped from heads back to positions: nothing else has a region `swap`."""
-    return cuts_context(s) and s.portion.context in ("all_to_all", "hierarchical")
+    return cuts_context(s) and s.portion.context in ("all_to_all", "hierarchical") and not swaps_in_projections(s)
+
+
+def swaps_in_projections(s: RankShapes) -> bool:
+    """Whether heads arrive inside the projection back, which keeps a copy of them."""
+    return s.portion.head_tiles
 
 
 def swaps_no_heads(s: RankShapes) -> bool:
-    return not swaps_heads(s)
+    return not (swaps_heads(s) or swaps_in_projections(s))
+
+
+def cuts_rotary_tables(s: RankShapes) -> bool:
+    """Whether a rank rotates some positions of its sequences, by a copy of their angles."""
+    return cuts_context(s) and not swaps_in_projections(s)
 
 
 def context_positions(s: RankShapes) -> float:
@@ -386,12 +396,13 @@ def attend_tensors() -> list[TensorEntry]:
         add_product_input(attended, "attended", context_tokens, attended_width, out, made_by=("core",))
     swapped = left.only(swaps_heads)
     add_product_input(swapped, "attended", context_tokens, attended_width, out, made_by=("core", "swap"))
+    add_product_input(left.only(swaps_in_projections), "attended", context_tokens, attended_width, out)
     kept = core.only(keeps_attended)
     kept.add("attended", context_tokens, attended_width)
     reordered = core.only(reorders_attended)
     reordered.add("attended, before reordering", context_tokens, attended_width)
     for heads in (up, gqa):
-        cut = heads.only(cuts_context)
+        cut = heads.only(cuts_rotary_tables)
         cut.add("rotary tables", context_positions, rope_table_width, "fp32")
     masks = core.only(needs_chunk_masks)
     masks.add("masks of the two chunks", half_chunk_positions, chunk_mask_width, "fp32")

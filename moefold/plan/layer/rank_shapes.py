@@ -37,7 +37,7 @@ class RankPortion:
     """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
     after the data gradients of their stage; `accumulates`: a step has several microbatches, and GEMMs accumulate weight
     gradients; `precision`: recipes of the products; `clone_slots`: spare slots for clones of experts;
-    `stashes`: rows that experts save lie in a pool."""
+    `stashes`: rows that experts save lie in a pool; `head_tiles`: heads are swapped inside projections."""
 
     seq_len: int
     micro_batch: int = 1
@@ -53,6 +53,7 @@ class RankPortion:
     precision: PrecisionConfig = PLAIN_PRECISION
     clone_slots: int = 0
     stashes: bool = False
+    head_tiles: bool = False
 
     @property
     def tokens(self) -> float:
@@ -242,4 +243,5 @@ def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accum
         precision=config.precision,
         clone_slots=p.clone_slots,
         stashes=config.memory.stash != "none",
+        head_tiles="heads" in p.tiles,
     )

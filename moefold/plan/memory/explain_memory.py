@@ -164,6 +164,8 @@ def buffer_names(s: RunSetting) -> str:
         names += ", chunks of states from host memory"
     if s.portion.stashes:
         names += ", the pool of stashed rows"
+    if s.parallel.dispatcher == "symmetric" or not {"projections", "heads"}.isdisjoint(s.parallel.tiles):
+        names += ", rooms that other ranks write to"
     return names
 
 

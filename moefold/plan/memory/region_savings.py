@@ -57,6 +57,8 @@ def sent_again(config: Config) -> dict[str, str]:
     by_region: dict[str, str] = {}
     for name in recomputed_layers(config):
         sent: list[str] = []
+        if name == "core" and "heads" in parallel.tiles:
+            continue  # heads arrive before it
         for collective in REGIONS[name].repeats:
             ranks = [getattr(parallel, axis) for axis in collective.axes]
             if max(ranks) > 1:

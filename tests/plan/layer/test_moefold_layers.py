@@ -291,6 +291,7 @@ PARTS = {
     "ring": ParallelConfig(cp=2, context="ring"),
     "keys gathered": ParallelConfig(cp=2, context="all_gather"),
     "heads swapped": ParallelConfig(cp=2, context="all_to_all"),
+    "heads swapped in projections": ParallelConfig(cp=2, context="all_to_all", tiles=("heads",)),
     "one key head, copied": ParallelConfig(cp=2, context="all_to_all"),
     "one key head, shared": ParallelConfig(tp=2),
 }
@@ -314,6 +315,18 @@ def test_each_of_two_ranks_keeps_what_the_table_says(name: str):
     said = planned(config, PlanChoices(precision="fp32", device="cpu"), PARTS[name].dispatcher)
     for kept in run_ranks(kept_on_a_rank, 2, config):
         assert kept == pytest.approx(sum(said.values()), rel=0.005)
+
+
+def test_what_arrives_inside_the_projection_back_stays_where_attention_runs_again():
+    """It is a copy that the projection makes; all else that attention gives is made again."""
+    portion = RankPortion(512, cp=2, context="all_to_all")
+    rebuilt = PlanChoices(recompute=("core",))
+    fates: list[dict[str, str]] = []
+    for inside in (False, True):
+        steps = count_piece(ModelConfig(), "t", 0, replace(portion, head_tiles=inside), rebuilt).steps
+        fates.append({t.name: t.fate for step in steps for t in step.saved if "attended" in t.name and t.bytes})
+    assert fates[0] == {"attended": "recomputed", "attended, before reordering": "recomputed"}
+    assert fates[1] == fates[0] | {"attended": "kept"}
 
 
 @pytest.mark.gpu
