@@ -935,6 +935,12 @@ def test_divisors_divide_and_are_all_when_few(n: int):
     assert found[-1] == n
 
 
+def test_fewer_ranks_than_pipeline_stages_are_refused_whatever_else_reads_them():
+    words = "--parallel.context_sizes=dynamic --parallel.context=all_to_all --parallel.pp=4"
+    with pytest.raises(UserError, match="pp = 4 does not divide the number of ranks, 2"):
+        check_config(changed(PRESETS["tiny"](), words), 2)
+
+
 @pytest.mark.alone
 def test_divisors_of_a_large_number_come_at_once():
     """A tenth of a second of the processor on a machine of usual speed."""
