@@ -33,6 +33,30 @@ def test_the_example_of_the_documentation():
     assert two.local_positions.tolist() == [2, 3, 4, 5]
 
 
+@given(sequences=st.integers(1, 3), cp=degrees, chunk=st.integers(1, 6))
+@settings(deadline=None, derandomize=True)
+def test_what_ranks_hold_stands_in_the_order_of_the_sequence_and_back(sequences: int, cp: int, chunk: int):
+    length = lengths(cp, chunk)
+    x_BSN = torch.arange(sequences * length * 2).view(sequences, length, 2)
+    ranks = [share for (share,) in shares(sequences, length, cp)]
+    joined = torch.cat([x_BSN[:, share.local_positions].flatten(0, 1) for share in ranks])
+    for share in ranks:
+        first, second = share.in_sequence_order(joined, -joined)
+        assert torch.equal(first, x_BSN)
+        assert torch.equal(second, -x_BSN)
+        assert torch.equal(share.in_rank_order(x_BSN), joined)
+
+
+def test_after_a_swap_for_heads_a_rank_has_all_positions_and_its_share_of_the_heads():
+    _, (two,) = shares(3, 8, 2)
+    swapped = two.swapped_for_heads()
+    assert swapped.local_positions.tolist() == list(range(8))
+    assert swapped.positions_held(torch.zeros(3, 8)).shape == (3, 8)
+    assert (swapped.head_axis.index, swapped.head_axis.size) == (1, 2)
+    assert (two.head_axis.index, two.head_axis.size) == (0, 1)
+    assert swapped.before_swap is two
+
+
 @given(cp=degrees, chunk=st.integers(1, 6))
 @settings(deadline=None, derandomize=True)
 def test_the_positions_of_all_ranks_are_a_partition_of_the_sequence(cp: int, chunk: int):
