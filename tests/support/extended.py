@@ -106,9 +106,6 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     "tests/memory/test_graphs.py": {
         "test_replays_give_the_bits_of_ordinary_steps": 3,  # 30 s
     },
-    "tests/cli/test_parity.py": {
-        "test_a_planted_bug_is_named_with_exit_code_1": 3,  # 60 s
-    },
 }
 
 SAMPLED_FILES = {  # files of many short cases, for functions that are not listed above

@@ -83,6 +83,7 @@ def test_a_checkpoint_is_taken_up_with_other_types(before: list[str], after: lis
     assert found == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.extended
 def test_losses_of_gradients_in_blocks_are_near_those_of_fp32(tmp_path: Path):
     """Accumulated over four microbatches, and summed over two ranks."""
     two = ["--nproc", "2", "--optim.gradient_reduce", "bf16", "--train.micro_batch", "1"]
