@@ -34,7 +34,8 @@ def can_swap_heads(c: ConfigOnRanks, ranks: int) -> bool:
 
 
 def largest_context_size(c: ConfigOnRanks) -> int:
-    """The largest power of two that divides dp x cp."""
+    """The largest power of two that divides dp x cp; 1 where the ranks are too few for tp x pp, which another rule
+    refuses."""
     ranks = c.world // (c.parallel.tp * c.parallel.pp)
     return max(1, ranks & -ranks)
 

@@ -7,8 +7,7 @@ Passes without backward, whose rows may be more than the arena has room for, swa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +18,9 @@ from moefold.kernels.linear.product import Adapter
 from moefold.model.attention.context_parallel import share_of_heads
 from moefold.model.attention.head_projections import HeadProjections
 from moefold.model.projections_in_exchanges import require_plain
+from moefold.model.steps import AnyFunction
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import Layers, Linear, LinearGroup, Outputs
-
-AnyFunction = Callable[..., Any]
 
 
 class HeadsInExchanges:

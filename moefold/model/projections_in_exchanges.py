@@ -8,7 +8,7 @@ T rows of this rank, C of all ranks, D width, N inputs of the product whose sums
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from moefold.dispatch.tiled_projections import TiledProjections
 from moefold.kernels.linear.linear import Recipes
 from moefold.kernels.linear.product import PLAIN, Adapter
+from moefold.model.steps import AnyFunction
 from moefold.precision.linear import Layers, Linear, Outputs, TpProjections
-
-AnyFunction = Callable[..., Any]
 
 
 class ProjectionsInExchanges:

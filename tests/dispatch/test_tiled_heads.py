@@ -20,7 +20,7 @@ from moefold.dispatch.room_sizes import flags_of_heads
 from moefold.dispatch.tiled_experts import signals_of_arena
 from moefold.dispatch.tiled_heads import TiledHeads
 from moefold.kernels.linear.swapped_products import project_from_heads, project_to_heads
-from moefold.layout.axes import World
+from moefold.layout.axes import Axis, World
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from tests.dispatch.test_tiled_projections import KERNELS, LOOKS, ROOM_BYTES, Seen, host_arena
 from tests.support.ranks import run_ranks
@@ -73,8 +73,8 @@ def whole_product(inputs: AllInputs, ranks: int) -> list[torch.Tensor]:
 
 
 def product_of_rank(tiled: TiledHeads, inputs: AllInputs, shards: tuple[int, ...], later: bool) -> list[torch.Tensor]:
-    """The same by this rank: its rows; gradients of weights summed over ranks. `later`: those are computed when rooms
-    have other contents."""
+    """The same by this rank: its rows, and gradients of weights of its rows alone. `later`: gradients of weights are
+    computed when rooms have other contents."""
     mine = own_rows(tiled, shards)
     leaves = [part.clone().requires_grad_() for part in (inputs.x[mine], *inputs.weights, inputs.out)]
     x, *weights, out = leaves
@@ -89,8 +89,19 @@ def product_of_rank(tiled: TiledHeads, inputs: AllInputs, shards: tuple[int, ...
             work()
     else:
         y.backward(inputs.dy[mine])
-    dx, *d_weights = (leaf.grad for leaf in leaves if leaf.grad is not None)
-    return [y.detach(), dx, *(all_reduce_no_grad(d_weight, tiled.arena.axis) for d_weight in d_weights)]
+    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def summed_over_ranks(found: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
+    """Gradients of weights of all ranks' rows."""
+    y, dx, *d_weights = found
+    return [y, dx, *(all_reduce_no_grad(d_weight, axis) for d_weight in d_weights)]
+
+
+def expected_of_rank(tiled: TiledHeads, inputs: AllInputs, shards: tuple[int, ...]) -> list[torch.Tensor]:
+    y, dx, *d_weights = whole_product(inputs, len(shards))
+    mine = own_rows(tiled, shards)
+    return [y[mine], dx[mine], *d_weights]
 
 
 def own_rows(tiled: TiledHeads, shards: tuple[int, ...]) -> slice:
@@ -117,9 +128,8 @@ def compare(tiled: TiledHeads, dtype: torch.dtype) -> Seen:
         found = product_of_rank(tiled, inputs, shards, later=False)
         again = product_of_rank(tiled, inputs, shards, later=True)
         repeats = repeats and all(map(torch.equal, found, again))
-        y, dx, *d_weights = whole_product(inputs, ranks)
-        mine = own_rows(tiled, shards)
-        pairs = zip(found, [y[mine], dx[mine], *d_weights], strict=True)
+        expected = expected_of_rank(tiled, inputs, shards)
+        pairs = zip(summed_over_ranks(found, tiled.arena.axis), expected, strict=True)
         off[name] = max((a - b).abs().max().item() for a, b in pairs if len(a))
     return Seen(off, repeats, "")
 

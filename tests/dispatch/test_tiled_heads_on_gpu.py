@@ -27,9 +27,8 @@ from tests.dispatch.test_tiled_heads import (
     WIDTH,
     AllInputs,
     drawn_inputs,
-    mixed_rows,
-    own_rows,
-    whole_product,
+    expected_of_rank,
+    product_of_rank,
 )
 from tests.dispatch.test_tiled_projections import ROOM_BYTES
 from tests.dispatch.test_tiled_projections_on_gpu import COMPILING, PROGRAMS, SENDERS, TOLERANCE, largest_difference
@@ -62,23 +61,12 @@ def moved(inputs: AllInputs, device: torch.device | None, dtype: torch.dtype) ->
     return AllInputs(x, weights, out, dy)
 
 
-def product_on_card(tiled: TiledHeads, inputs: AllInputs, shards: tuple[int, ...]) -> list[torch.Tensor]:
-    """The result and the gradients of this rank's rows and of all weights, those of weights of these rows alone."""
-    mine = own_rows(tiled, shards)
-    leaves = [part.clone().requires_grad_() for part in (inputs.x[mine], *inputs.weights, inputs.out)]
-    x, *weights, out = leaves
-    heads = [mixed_rows(each) for each in tiled.to_heads(x, weights, shards)]
-    y = tiled.from_heads(torch.cat(heads, 1), out, shards)
-    y.backward(inputs.dy[mine])
-    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-def summed(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of weights, summed over ranks on the host."""
-    totals = [part.cpu().float() for part in parts]
-    for total in totals:
-        dist.all_reduce(total)
-    return totals
+def summed_on_host(found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of weights of all ranks' rows; nothing is left on the card."""
+    y, dx, *d_weights = (part.cpu().float() for part in found)
+    for d_weight in d_weights:
+        dist.all_reduce(d_weight)
+    return [y, dx, *d_weights]
 
 
 def run_on_card(world: World) -> SeenOnCard:
@@ -90,14 +78,14 @@ def run_on_card(world: World) -> SeenOnCard:
         shards = shards_of(tiled.arena.axis.size)
         inputs = drawn_inputs(sum(shards), torch.bfloat16)
         on_card = moved(inputs, world.device, torch.bfloat16)
-        runs = [product_on_card(tiled, on_card, shards) for _ in range(TURNS)]  # compiled, tables of rooms uploaded
+        runs = [
+            product_of_rank(tiled, on_card, shards, later=False) for _ in range(TURNS)
+        ]  # compiled, tables of rooms uploaded
         with no_waits(world.device):
-            again = product_on_card(tiled, on_card, shards)
+            again = product_of_rank(tiled, on_card, shards, later=False)
         repeats = repeats and all(map(torch.equal, runs[0], again))
-        y, dx, *d_weights = runs[0]
-        right_y, right_dx, *right = whole_product(moved(inputs, None, torch.float32), len(shards))
-        mine = own_rows(tiled, shards)
-        off[name] = largest_difference([y, dx, *summed(d_weights)], [right_y[mine], right_dx[mine], *right])
+        expected = expected_of_rank(tiled, moved(inputs, None, torch.float32), shards)
+        off[name] = largest_difference(summed_on_host(runs[0]), expected)
     return SeenOnCard(off, repeats)
 
 

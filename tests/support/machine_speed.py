@@ -13,9 +13,9 @@ IMPORTS = "import tyro, rich.table, yaml, numpy"
 USUAL_SECONDS = 0.25
 
 
-def slowness() -> float:
-    """At least one: seconds of the import over the usual ones, the best of three."""
-    seconds = [seconds_to_import() for _ in range(3)]
+def slowness(imports: int = 3) -> float:
+    """At least one: seconds of the import over the usual ones, the best of so many."""
+    seconds = [seconds_to_import() for _ in range(imports)]
     return max(1.0, min(seconds) / USUAL_SECONDS)
 
 
@@ -24,7 +24,7 @@ def least_seconds(measure: Callable[[], float], limit: float, turns: int = 5) ->
     one is below the limit."""
     least = float("inf")
     for _ in range(turns):
-        slow = max(1.0, seconds_to_import() / USUAL_SECONDS)
+        slow = slowness(imports=1)
         least = min(least, measure() / slow)
         if least < limit:
             break

@@ -4,15 +4,13 @@ positions for heads inside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from moefold.model.steps import AnyFunction
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import Linear, LinearGroup
-
-AnyFunction = Callable[..., Any]
 
 
 class HeadProjections(Protocol):
